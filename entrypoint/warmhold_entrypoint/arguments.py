@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user's engine arguments say, without changing a byte of them.
+
+Owns the reading of vLLM options that the entrypoint itself needs (port, TLS, model, ...), as
+vLLM's own parser spells them: dashes or underscores, `--name value` or `--name=value`. vLLM stays
+the judge of all others. JSON values are checked here, because their position is known here.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .errors import Fault
+
+_SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+}
+# Jinja templates may start with a brace; they are no JSON.
+_NOT_JSON = {"--chat-template"}
+
+
+@dataclass(frozen=True)
+class EngineArguments:
+    """The user's argv for vLLM, in order and byte-exact, with the options that concern us."""
+
+    argv: tuple[str, ...] = ()
+
+    def value(self, option: str) -> str | None:
+        """Given a long option, return its last value, or None where it is absent."""
+        values = self.values(option)
+        return values[0] if values else None
+
+    def values(self, option: str) -> tuple[str, ...]:
+        """Given a long option, return all values of its last occurrence."""
+        found: tuple[str, ...] = ()
+        for name, values, _ in self._options():
+            if name == option:
+                found = values
+        return found
+
+    def has(self, option: str) -> bool:
+        """Given a long option or flag, tell whether it occurs."""
+        return any(name == option for name, _, _ in self._options())
+
+    def without(self, option: str) -> "EngineArguments":
+        """Given a long option, return the arguments without it and its values."""
+        dropped: set[int] = set()
+        for name, _, positions in self._options():
+            if name == option:
+                dropped.update(positions)
+        return EngineArguments(
+            tuple(item for index, item in enumerate(self.argv) if index not in dropped)
+        )
+
+    @property
+    def port(self) -> int:
+        """The public port; vLLM's default is 8000. A value that is no number reads as 0."""
+        text = self.value("--port") or "8000"
+        return int(text) if text.isascii() and text.isdigit() else 0
+
+    @property
+    def tls(self) -> bool:
+        """Whether the engine speaks HTTPS."""
+        return self.has("--ssl-certfile")
+
+    @property
+    def root_path(self) -> str:
+        """The path prefix under which a proxy serves the engine, without a trailing slash."""
+        return (self.value("--root-path") or "").rstrip("/")
+
+    @property
+    def worker_count(self) -> int:
+        """How many worker processes share this machine's CPUs."""
+        count = 1
+        for option in (
+            "--tensor-parallel-size",
+            "--pipeline-parallel-size",
+            "--data-parallel-size",
+        ):
+            text = self.value(option) or "1"
+            count *= max(1, int(text)) if text.isascii() and text.isdigit() else 1
+        return count
+
+    def _options(self) -> Iterator[tuple[str, tuple[str, ...], range]]:
+        """Yield each option with its values and the positions that it takes in argv."""
+        index = 0
+        while index < len(self.argv):
+            item = self.argv[index]
+            if not _is_option(item):
+                index += 1
+                continue
+            name, equals, inline = item.partition("=")
+            end = index + 1
+            if equals:
+                values: tuple[str, ...] = (inline,)
+            else:
+                while end < len(self.argv) and not _is_option(self.argv[end]):
+                    end += 1
+                values = self.argv[index + 1 : end]
+            yield _canonical(name), values, range(index, end)
+            index = end
+
+
+def parse_arguments(command: Sequence[str], extra: str) -> tuple[EngineArguments, list[Fault]]:
+    """Given the command and WARMHOLD_ENGINE_ARGS, return the arguments and their faults.
+
+    The string is split as a POSIX shell splits words, with no expansion. Faults: unbalanced quotes,
+    JSON values that do not parse (with line and column), a port that is no port.
+    """
+    faults: list[Fault] = []
+    try:
+        words = shlex.split(extra)
+    except ValueError as error:
+        words = []
+        faults.append(
+            Fault(
+                "arguments.quoting",
+                f"WARMHOLD_ENGINE_ARGS cannot be split into words: {error}",
+                "close every quote; the words are split as a shell splits them",
+            )
+        )
+    arguments = EngineArguments((*command, *words))
+    faults.extend(_json_faults(arguments))
+    port = arguments.value("--port")
+    if port is not None and not 1 <= arguments.port <= 65535:
+        faults.append(
+            Fault("arguments.port", f"--port {port!r} is no port", "give a number from 1 to 65535")
+        )
+    return arguments, faults
+
+
+def _json_faults(arguments: EngineArguments) -> Iterator[Fault]:
+    for name, values, _ in arguments._options():
+        for value in values:
+            if name in _NOT_JSON or not value.startswith("{"):
+                continue
+            try:
+                json.loads(value)
+            except json.JSONDecodeError as error:
+                around = value[max(0, error.pos - 12) : error.pos + 12]
+                yield Fault(
+                    "arguments.json",
+                    f"{name} is not JSON: {error.msg} at line {error.lineno} column {error.colno}"
+                    f" (near {around!r})",
+                    f"correct the value of {name}; in a compose file give it as one list item",
+                )
+
+
+def _is_option(item: str) -> bool:
+    """Tell an option from a value; a negative number is a value."""
+    return item.startswith("-") and len(item) > 1 and not item[1:2].isdigit()
+
+
+def _canonical(name: str) -> str:
+    name = _SHORT.get(name, name)
+    return "--" + name[2:].replace("_", "-") if name.startswith("--") else name

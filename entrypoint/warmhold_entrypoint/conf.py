@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""supervisord's configuration: a fixed text with three numbers and two paths, and no user data.
+
+The engine's argv never passes through it, because supervisord cuts commands at ` ;` and ` #` even
+inside quotes and expands `%`. Exit codes are the runner's business: every code that it ends with is
+listed as expected, so that only a runner killed by a signal is started again.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from .errors import Fault
+from .files import write_atomically
+from .settings import Settings
+
+CONF_NAME = "supervisord.conf"
+_SAFE_PATH = re.compile(r"/[\w./-]*")
+
+_TEXT = """\
+; Written by warmhold at each start; changes are lost.
+[supervisord]
+nodaemon=true
+{user}
+pidfile={run_dir}/supervisord.pid
+logfile=/dev/null
+logfile_maxbytes=0
+logfile_backups=0
+loglevel=warn
+childlogdir={run_dir}
+
+[unix_http_server]
+file={run_dir}/supervisor.sock
+chmod=0700
+; The file's mode is the lock. A password only keeps supervisord from a critical-looking line.
+username=warmhold
+password=warmhold
+
+[rpcinterface:supervisor]
+supervisor.rpcinterface_factory=supervisor.rpcinterface:make_main_rpcinterface
+
+[supervisorctl]
+serverurl=unix://{run_dir}/supervisor.sock
+username=warmhold
+password=warmhold
+
+[ctlplugin:warmhold]
+supervisor.ctl_factory=warmhold_entrypoint.ctl:make_plugin
+run_dir={run_dir}
+
+[program:engine]
+command={python} -m warmhold_entrypoint engine
+autorestart=unexpected
+exitcodes={exit_codes}
+startsecs=0
+stopsignal=TERM
+stopwaitsecs={stop_wait_s}
+{logs}
+
+[eventlistener:end]
+command={python} -m warmhold_entrypoint listener
+events=PROCESS_STATE_EXITED,PROCESS_STATE_FATAL
+autorestart=true
+startsecs=0
+stdout_logfile=NONE
+stderr_logfile=/dev/stderr
+stderr_logfile_maxbytes=0
+stderr_logfile_backups=0
+"""
+
+_METRICS = """
+[program:metrics]
+command={python} -m warmhold_entrypoint metrics --port {port}
+autorestart=true
+startsecs=1
+{logs}
+"""
+
+# Rotation of a pipe is an illegal seek; zero turns it off.
+_LOGS = """\
+stdout_logfile=/dev/stdout
+stdout_logfile_maxbytes=0
+stdout_logfile_backups=0
+stderr_logfile=/dev/stderr
+stderr_logfile_maxbytes=0
+stderr_logfile_backups=0"""
+
+
+def check_paths(settings: Settings) -> list[Fault]:
+    """Given settings, return a fault where the run directory cannot stand in supervisord's file."""
+    path = str(settings.env.run_dir)
+    if _SAFE_PATH.fullmatch(path):
+        return []
+    return [
+        Fault(
+            "settings.run-dir",
+            f"WARMHOLD_RUN_DIR={path!r} is not an absolute path of letters, digits, '.', '_', '-'",
+            "use the default, /run/warmhold",
+        )
+    ]
+
+
+def build_conf(settings: Settings) -> str:
+    """Given settings, return the text of supervisord's configuration."""
+    run_dir = str(settings.env.run_dir)
+    text = _TEXT.format(
+        run_dir=run_dir,
+        python=sys.executable,
+        user="user=root" if os.getuid() == 0 else "; not root",
+        stop_wait_s=settings.stop_wait_s,
+        exit_codes=",".join(str(code) for code in range(256)),
+        logs=_LOGS,
+    )
+    if settings.env.metrics_port is not None:
+        text += _METRICS.format(python=sys.executable, port=settings.env.metrics_port, logs=_LOGS)
+    return text
+
+
+def write_conf(settings: Settings) -> Path:
+    """Given settings, write the configuration into the run directory and return its path."""
+    path = settings.env.run_dir / CONF_NAME
+    write_atomically(path, build_conf(settings), mode=0o644)
+    return path

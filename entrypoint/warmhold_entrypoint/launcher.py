@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes every right away from a process and then becomes the engine.
+
+Run as a script by the runner, with the standard library alone and without site-packages, because it
+stands between the runner and the engine at each start:
+
+    python -I -S launcher.py '{"uid": 0, "group": 30631}' program argument...
+
+Afterwards the process has empty capability sets (bounding set too), `no_new_privs`, its own
+session, the engine's group, and a seccomp filter. The filter lets io_uring answer ENOSYS (CRIU
+cannot dump a ring; libuv falls back to epoll) and denies what model code must not do to the host.
+Sources: linux/prctl.h, linux/capability.h, linux/seccomp.h, linux/audit.h.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import struct
+import sys
+from contextlib import suppress
+
+_PR_CAPBSET_DROP = 24
+_PR_SET_SECCOMP = 22
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_CAP_AMBIENT = 47
+_PR_CAP_AMBIENT_CLEAR_ALL = 4
+_SECCOMP_MODE_FILTER = 2
+_CAPABILITY_VERSION_3 = 0x20080522
+
+_LOAD_WORD = 0x20  # BPF_LD | BPF_W | BPF_ABS
+_JUMP_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
+_JUMP_GREATER_EQUAL = 0x35  # BPF_JMP | BPF_JGE | BPF_K
+_RETURN = 0x06  # BPF_RET | BPF_K
+_ALLOW = 0x7FFF0000
+_ERRNO = 0x00050000
+_X32_BIT = 0x40000000
+
+# Audit architecture and system call numbers, as asm/unistd.h has them for each machine.
+_MACHINES: dict[str, tuple[int, dict[str, int]]] = {
+    "x86_64": (
+        0xC000003E,
+        {
+            "ptrace": 101,
+            "pivot_root": 155,
+            "mount": 165,
+            "umount2": 166,
+            "init_module": 175,
+            "delete_module": 176,
+            "kexec_load": 246,
+            "add_key": 248,
+            "request_key": 249,
+            "keyctl": 250,
+            "finit_module": 313,
+            "kexec_file_load": 320,
+            "bpf": 321,
+            "open_tree": 428,
+            "move_mount": 429,
+            "fsopen": 430,
+            "fsmount": 432,
+        },
+    ),
+    "aarch64": (
+        0xC00000B7,
+        {
+            "umount2": 39,
+            "mount": 40,
+            "pivot_root": 41,
+            "kexec_load": 104,
+            "init_module": 105,
+            "delete_module": 106,
+            "ptrace": 117,
+            "add_key": 217,
+            "request_key": 218,
+            "keyctl": 219,
+            "finit_module": 273,
+            "bpf": 280,
+            "kexec_file_load": 294,
+            "open_tree": 428,
+            "move_mount": 429,
+            "fsopen": 430,
+            "fsmount": 432,
+        },
+    ),
+}
+_IO_URING = (425, 426, 427)  # setup, enter, register: the same on every machine
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+def build_filter(machine: str) -> bytes:
+    """Given a machine as `uname -m` names it, return the filter as classic BPF instructions.
+
+    System calls of another architecture (32-bit, x32) answer ENOSYS: their numbers differ.
+    Raise KeyError for a machine that is not in the table.
+    """
+    architecture, denied = _MACHINES[machine]
+    refuse = [(number, errno.ENOSYS) for number in _IO_URING]
+    refuse += [(number, errno.EPERM) for number in sorted(denied.values())]
+    program = [
+        _instruction(_LOAD_WORD, 0, 0, 4),  # seccomp_data.arch
+        _instruction(_JUMP_EQUAL, 1, 0, architecture),
+        _instruction(_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+        _instruction(_LOAD_WORD, 0, 0, 0),  # seccomp_data.nr
+        _instruction(_JUMP_GREATER_EQUAL, 0, 1, _X32_BIT),
+        _instruction(_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+    ]
+    for number, answer in refuse:
+        program.append(_instruction(_JUMP_EQUAL, 0, 1, number))
+        program.append(_instruction(_RETURN, 0, 0, _ERRNO | answer))
+    program.append(_instruction(_RETURN, 0, 0, _ALLOW))
+    return b"".join(program)
+
+
+def drop_rights(uid: int, group: int, libc: ctypes.CDLL) -> None:
+    """Given the engine's uid and group, give up every capability; raise OSError where that fails.
+
+    Without CAP_SETGID the group is left out (`tree` then follows parents instead), and without
+    CAP_SETPCAP the bounding set stays, which `no_new_privs` makes harmless.
+    """
+    with suppress(PermissionError):
+        os.setgroups([group])
+    _prctl(libc, _PR_SET_NO_NEW_PRIVS, 1)
+    with suppress(PermissionError):
+        for capability in range(_last_capability() + 1):
+            _prctl(libc, _PR_CAPBSET_DROP, capability)
+    _prctl(libc, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    if uid != os.getuid():
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
+    if libc.capset(header, bytes(24)) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def set_filter(libc: ctypes.CDLL) -> bool:
+    """Set the seccomp filter; tell whether the kernel took it."""
+    try:
+        instructions = build_filter(platform.machine())
+    except KeyError:
+        return False
+    program = _Program(len(instructions) // 8, instructions)
+    return bool(libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) == 0)
+
+
+def load_libc() -> ctypes.CDLL:
+    """Return the C library with errno kept."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Drop all rights and exec the given program; end with 126 or 127 as a shell does."""
+    request, program = json.loads(sys.argv[1]), sys.argv[2:]
+    libc = load_libc()
+    os.setsid()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    drop_rights(request["uid"], request["group"], libc)
+    if not set_filter(libc):
+        sys.stderr.write("warmhold.launcher: the engine runs without its seccomp filter\n")
+    try:
+        os.execvp(program[0], program)  # noqa: S606 - becoming the engine is this script's purpose
+    except OSError as error:
+        sys.stderr.write(f"warmhold.launcher: {program[0]}: {error.strerror}\n")
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _instruction(code: int, jump_true: int, jump_false: int, value: int) -> bytes:
+    return struct.pack("=HBBI", code, jump_true, jump_false, value)
+
+
+def _prctl(libc: ctypes.CDLL, option: int, value: int) -> None:
+    if libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}, {value}): {os.strerror(code)}")
+
+
+def _last_capability() -> int:
+    # pathlib would cost the start 10 ms here
+    with open("/proc/sys/kernel/cap_last_cap", encoding="ascii") as file:  # noqa: PTH123
+        return int(file.read())
+
+
+if __name__ == "__main__":
+    main()

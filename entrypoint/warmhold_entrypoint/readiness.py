@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the engine serves: asked over HTTP, from the inside, within a bound.
+
+Health alone is no proof: vLLM answers 200 while its core hangs. So a completion of one token is
+asked for (the canary), at the start and whenever nothing else made progress lately. One thread owns
+the questions, because an answer may take seconds; it sends a `Report` of each change to the loop.
+"""
+
+import http.client
+import json
+import queue
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .settings import Settings
+
+_PROGRESS = (
+    b"vllm:request_success_total",
+    b"vllm:generation_tokens_total",
+    b"vllm:prompt_tokens_total",
+)
+_START_POLL_S = 0.2
+_DEGRADED_POLL_S = 2.0
+_HEALTH_TIMEOUT_S = 4.0
+_MISSES_TO_DEGRADE = 2
+
+
+class Event(StrEnum):
+    """What the prober has to say to the runner."""
+
+    LISTENING = "listening"
+    READY = "ready"
+    DEGRADED = "degraded"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class Report:
+    """An event of one prober, with the reason for it."""
+
+    event: Event
+    reason: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where and how the engine is asked; `key` is sent as a bearer token, to the canary alone."""
+
+    host: str
+    port: int
+    uds: str | None
+    tls: bool
+    root_path: str
+    model: str
+    key: str | None
+
+    @property
+    def url(self) -> str:
+        """The engine's address inside the container."""
+        if self.uds:
+            return f"unix://{self.uds}{self.root_path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.root_path}"
+
+
+class ProbeError(Exception):
+    """The engine did not answer as a serving one does; `status` is the HTTP status, 0 for none."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+def build_target(settings: Settings) -> Target:
+    """Given settings, return how to reach the engine; a wildcard address is asked over loopback."""
+    arguments = settings.arguments
+    host = arguments.value("--host")
+    return Target(
+        host="127.0.0.1" if host in (None, "", "0.0.0.0", "::") else str(host),  # noqa: S104
+        port=arguments.port,
+        uds=arguments.value("--uds"),
+        tls=arguments.tls,
+        root_path=arguments.root_path,
+        model=arguments.value("--served-model-name") or settings.model,
+        key=settings.api_keys[0] if settings.api_keys else None,
+    )
+
+
+def probe_health(target: Target, timeout_s: float) -> None:
+    """Given a target, ask GET /health; raise ProbeError unless it answers 200 in time."""
+    _request(target, "GET", "/health", timeout_s)
+
+
+def probe_canary(target: Target, timeout_s: float) -> bool:
+    """Given a target, ask for one token; raise ProbeError unless it comes in time.
+
+    Return False where the engine has no completions (an embedding model): health has to do then.
+    """
+    body = json.dumps({"model": target.model, "prompt": "1", "max_tokens": 1, "temperature": 0})
+    try:
+        answer = json.loads(_request(target, "POST", "/v1/completions", timeout_s, body))
+        if answer["usage"]["completion_tokens"] != 1:
+            raise ProbeError(
+                f"the canary got {answer['usage']['completion_tokens']} tokens for one"
+            )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ProbeError(f"the canary's answer is no completion: {error!r}") from error
+    except ProbeError as error:
+        if error.status in (404, 405) and "Not Found" in str(error):
+            return False
+        raise
+    return True
+
+
+def read_progress(target: Target, timeout_s: float) -> float:
+    """Return the sum of vLLM's counters of finished requests and tokens; it only ever grows."""
+    total = 0.0
+    for line in _request(target, "GET", "/metrics", timeout_s).splitlines():
+        if line.startswith(_PROGRESS):
+            total += float(line.rpartition(b" ")[2])
+    return total
+
+
+class Prober:
+    """Watches one engine from its first answer to its end. Owns a thread."""
+
+    def __init__(
+        self, target: Target, interval_s: float, timeout_s: float, wake: Callable[[], None]
+    ) -> None:
+        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self.last_ok: float | None = None
+        self.missed = 0
+        self._target = target
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._wake = wake
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prober", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch; a question under way is left to its own time limit."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        if not self._wait_until_listening():
+            return
+        self._report(Event.LISTENING, "health answered 200")
+        degraded = True
+        progress = 0.0
+        while not self._stopped.is_set():
+            try:
+                if degraded or self.missed or not self._progressed(progress):
+                    self._check()
+                progress = self._read_progress()
+            except ProbeError as error:
+                if self._miss(error) and not degraded:
+                    degraded = True
+                    self._report(Event.DEGRADED, str(error))
+                self._stopped.wait(_DEGRADED_POLL_S if degraded else 0.0)
+                continue
+            self.missed = 0
+            self.last_ok = time.monotonic()
+            if degraded:
+                degraded = False
+                self._report(Event.READY, "the canary got its token")
+            self._stopped.wait(self._interval_s)
+
+    def _wait_until_listening(self) -> bool:
+        while not self._stopped.wait(_START_POLL_S):
+            try:
+                probe_health(self._target, _HEALTH_TIMEOUT_S)
+            except ProbeError:
+                continue
+            return True
+        return False
+
+    def _check(self) -> None:
+        """One question of health and one canary, together within the time limit."""
+        deadline = time.monotonic() + self._timeout_s
+        probe_health(self._target, min(_HEALTH_TIMEOUT_S, self._timeout_s))
+        probe_canary(self._target, max(0.1, deadline - time.monotonic()))
+
+    def _progressed(self, before: float) -> bool:
+        """Tell whether requests moved on since; an engine without counters never says so."""
+        return self._read_progress() > before
+
+    def _read_progress(self) -> float:
+        try:
+            return read_progress(self._target, _HEALTH_TIMEOUT_S)
+        except (ProbeError, ValueError):
+            return 0.0
+
+    def _miss(self, error: ProbeError) -> bool:
+        """Count a missed probe; tell whether that makes the engine degraded."""
+        self.missed += 1
+        if error.status == 503 and self.missed >= _MISSES_TO_DEGRADE:
+            # vLLM itself says that its core is gone; it will not come back.
+            self._report(Event.DEAD, str(error))
+        return self.missed >= _MISSES_TO_DEGRADE
+
+    def _report(self, event: Event, reason: str) -> None:
+        if not self._stopped.is_set():
+            self.reports.put(Report(event, reason))
+            self._wake()
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _connect(target: Target, timeout_s: float) -> http.client.HTTPConnection:
+    if target.uds:
+        return _UnixConnection(target.uds, timeout_s)
+    if target.tls:
+        # The certificate is the user's, for his own host name; over loopback it proves nothing.
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return http.client.HTTPSConnection(
+            target.host, target.port, timeout=timeout_s, context=context
+        )
+    return http.client.HTTPConnection(target.host, target.port, timeout=timeout_s)
+
+
+def _request(
+    target: Target, method: str, path: str, timeout_s: float, body: str | None = None
+) -> bytes:
+    """Ask once on a connection of its own; raise ProbeError for all but 200."""
+    headers = {"Connection": "close"}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+        if target.key:
+            headers["Authorization"] = f"Bearer {target.key}"
+    connection = _connect(target, timeout_s)
+    try:
+        connection.request(method, target.root_path + path, body, headers)
+        response = connection.getresponse()
+        answer = response.read(4 << 20)
+    except (OSError, http.client.HTTPException) as error:
+        raise ProbeError(f"{method} {path}: {error or type(error).__name__}") from error
+    finally:
+        connection.close()
+    if response.status != 200:
+        text = answer[:200].decode(errors="replace")
+        raise ProbeError(f"{method} {path}: HTTP {response.status} {text}", response.status)
+    return answer

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an environment and a command to a plan, for every command that needs one.
+
+Also owns the command's copy in the run directory, from which the runner learns it.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from .conf import check_paths
+from .errors import EntrypointError, Fault
+from .facts import read_facts
+from .files import read_json, write_atomically
+from .log import Log
+from .plan import Plan, decide
+from .settings import Settings, read_settings
+
+PLAN_FILE = "plan.json"
+COMMAND_FILE = "command.json"
+
+_log = Log("plan")
+
+
+def make_plan(command: Sequence[str]) -> tuple[Settings, Plan, list[Fault], list[str]]:
+    """Given the container's command, return settings, plan, all faults together, and the notes."""
+    settings, faults, notes = read_settings(os.environ, command)
+    plan = decide(settings, read_facts(settings))
+    return settings, plan, [*faults, *check_paths(settings), *plan.faults], notes
+
+
+def make_sound_plan(command: Sequence[str]) -> tuple[Settings, Plan]:
+    """Given the command, return settings and plan; raise EntrypointError for any fault."""
+    settings, plan, faults, notes = make_plan(command)
+    for note in notes:
+        _log.warning("unknown setting", detail=note)
+    if faults:
+        raise EntrypointError(faults)
+    return settings, plan
+
+
+def prepare_folders(settings: Settings, plan: Plan) -> None:
+    """Make the folders that the engine writes into, its own, and the run directory.
+
+    Raise EntrypointError with the path where that fails.
+    """
+    uid = os.getuid() if plan.uid is None else plan.uid
+    cache = Path(plan.cache_dir)
+    folders = [settings.env.run_dir, settings.env.state_dir, cache.parent, cache, cache / "home"]
+    for folder in folders:
+        try:
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            if folder in (cache, cache / "home") and folder.stat().st_uid != uid:
+                os.chown(folder, uid, uid)
+        except OSError as error:
+            raise EntrypointError(
+                [
+                    Fault(
+                        "rights.not-writable",
+                        f"{folder} cannot be made by uid {os.getuid()}: {error.strerror}",
+                        "mount a volume there that this user may write to",
+                    )
+                ]
+            ) from error
+
+
+def write_command(run_dir: Path, command: Sequence[str]) -> None:
+    """Given the run directory, keep the container's command for the runner (it may hold a key)."""
+    write_atomically(run_dir / COMMAND_FILE, json.dumps({"command": list(command)}))
+
+
+def read_command(run_dir: Path) -> tuple[str, ...]:
+    """Given the run directory, return the command of the running container; empty outside one."""
+    value = read_json(run_dir / COMMAND_FILE)
+    return tuple(value["command"]) if value else ()
+
+
+def log_plan(plan: Plan) -> None:
+    """Say what will be tried and why the other modes are not."""
+    for rejection in plan.rejections:
+        _log.info(
+            "mode rejected", mode=rejection.mode, code=rejection.code, detail=rejection.detail
+        )
+    modes = ",".join(attempt.mode for attempt in plan.attempts)
+    _log.info("plan made", attempts=modes, model=plan.model, directory=plan.model_directory)

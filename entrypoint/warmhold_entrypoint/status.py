@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner's answer to "how is it?", over a socket, as a table, and as Prometheus text.
+
+Asked anew each time; never read from a file, because a file outlives the truth in it.
+"""
+
+import json
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .loop import Loop
+
+SOCKET_NAME = "engine.sock"
+_MAX_ANSWER_BYTES = 1 << 20
+
+Status = dict[str, Any]
+
+
+class StatusServer:
+    """Answers on the runner's socket, from the runner's own loop. Owns the socket."""
+
+    def __init__(self, run_dir: Path, loop: Loop, answer: Callable[[], Status]) -> None:
+        self._path = run_dir / SOCKET_NAME
+        self._loop = loop
+        self._answer = answer
+        self._path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(self._path))
+        self._path.chmod(0o600)
+        self._socket.listen(16)
+        self._socket.setblocking(False)
+        loop.watch(self._socket.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._loop.forget(self._socket.fileno())
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._socket.accept()
+            # The answer is far smaller than a socket's buffer, so nobody can make the loop wait.
+            connection.setblocking(False)
+            with connection, suppress(OSError):
+                connection.sendall(json.dumps(self._answer()).encode() + b"\n")
+
+
+def ask_status(run_dir: Path, timeout_s: float) -> Status | None:
+    """Given the run directory, return the runner's status, or None where nobody answers in time."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(str(run_dir / SOCKET_NAME))
+            answer = b""
+            while chunk := connection.recv(65536):
+                answer += chunk
+                if len(answer) > _MAX_ANSWER_BYTES:
+                    return None
+            status = json.loads(answer)
+        except (OSError, ValueError):
+            return None
+    return status if isinstance(status, dict) else None
+
+
+def build_metrics(status: Status | None) -> str:
+    """Given a status (None: no runner answered), return Prometheus text, version 0.0.4."""
+    lines = []
+
+    def add(name: str, kind: str, meaning: str, samples: dict[str, float]) -> None:
+        lines.append(f"# HELP warmhold_{name} {meaning}")
+        lines.append(f"# TYPE warmhold_{name} {kind}")
+        lines.extend(f"warmhold_{name}{labels} {value:g}" for labels, value in samples.items())
+
+    add("up", "gauge", "Whether the runner answers.", {"": float(status is not None)})
+    if status is None:
+        return "\n".join(lines) + "\n"
+    add("engine_ready", "gauge", "Whether the engine serves.", {"": float(status["ready"])})
+    add(
+        "engine_state",
+        "gauge",
+        "The runner's state; the current one is 1.",
+        {f'{{state="{status["state"]}"}}': 1.0},
+    )
+    add("engine_starts_total", "counter", "Engine starts.", {"": float(status["starts"])})
+    add(
+        "engine_crashes_total",
+        "counter",
+        "Engine ends that nobody asked for.",
+        {"": float(status["crashes"])},
+    )
+    add("engine_uptime_seconds", "gauge", "Since it serves.", {"": status["uptime_s"] or 0.0})
+    if status["mode"]:
+        add(
+            "engine_mode",
+            "gauge",
+            "The mode that served last; the current one is 1.",
+            {f'{{mode="{status["mode"]}"}}': 1.0},
+        )
+    add(
+        "mode_rejected",
+        "gauge",
+        "Why a mode is not used.",
+        {f'{{mode="{item["mode"]}",code="{item["code"]}"}}': 1.0 for item in status["rejections"]},
+    )
+    add(
+        "start_phase_seconds",
+        "gauge",
+        "Phases of the last start.",
+        {f'{{phase="{name}"}}': value for name, value in status["phases"].items()},
+    )
+    return "\n".join(lines) + "\n"
+
+
+def render_status(status: Status) -> str:
+    """Given a status, return it as lines of text, a name and a value each."""
+    last, uptime_s = status["last_exit"], status["uptime_s"]
+    rows = [
+        ("state", status["state"] + ("" if status["ready"] else " (not ready)")),
+        ("reason", status["reason"]),
+        ("mode", status["mode"] or "-"),
+        *(
+            (f"not {item['mode']}", f"{item['code']}: {item['detail']}")
+            for item in status["rejections"]
+        ),
+        ("model", status["model"]),
+        ("url", status["url"]),
+        ("uptime", "-" if uptime_s is None else f"{uptime_s:.0f} s"),
+        ("starts", f"{status['starts']} ({status['crashes']} crashes)"),
+        ("last exit", f"{last['code']}: {last['reason']}" if last else "-"),
+    ]
+    if status["phases"]:
+        phases = ", ".join(f"{name} {value:.2f}" for name, value in status["phases"].items())
+        rows.append(("last start", f"{status['total_s']:.2f} s: {phases}"))
+    return "\n".join(f"{name:<14}{value}" for name, value in rows)

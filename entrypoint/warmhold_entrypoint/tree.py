@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of an engine: who belongs to it, what they hold, and their certain end.
+
+An engine is marked by a supplementary group that its launcher sets. Every descendant inherits it,
+no process without CAP_SETGID can shed it, and /proc shows it even after a title was rewritten. So
+members are found whatever their parent or session is. Where the mark cannot be set (no CAP_SETGID)
+the descendants of the caller count instead.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ENGINE_GROUP = 30631
+_PROC = Path("/proc")
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, told from a later one with the same PID by its start time (clock ticks)."""
+
+    pid: int
+    start_ticks: int
+    parent: int
+    name: str
+
+
+def read_process(pid: int) -> Process | None:
+    """Given a PID, return the process, or None where it has ended (a zombie has)."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    name, _, rest = stat.partition("(")[2].rpartition(")")
+    fields = rest.split()
+    if fields[0] in "ZX":
+        return None
+    return Process(pid, int(fields[19]), int(fields[1]), name)
+
+
+def find_members(also_below: int | None = None) -> list[Process]:
+    """Return every living process of an engine; with a PID, its descendants too."""
+    processes = {process.pid: process for process in map(read_process, _pids()) if process}
+    members = {pid for pid in processes if ENGINE_GROUP in _groups(pid)}
+    if also_below is not None:
+        members |= _descendants(also_below, processes.values())
+    return [processes[pid] for pid in sorted(members)]
+
+
+def kill_members(also_below: int | None, timeout_s: float) -> list[Process]:
+    """Kill every member until none is left; return those that outlast `timeout_s` (none, mostly).
+
+    Looks again after each round, since a dying tree may still fork. Reaping is the caller's.
+    """
+    deadline = time.monotonic() + timeout_s
+    while members := find_members(also_below):
+        for process in members:
+            _kill(process, deadline)
+        if time.monotonic() > deadline:
+            return members
+    return []
+
+
+def send_signal(process: Process, signum: int) -> bool:
+    """Given a process, signal it if it still is the same one; tell whether it was."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:
+        return False
+    try:
+        now = read_process(process.pid)
+        if now is None or now.start_ticks != process.start_ticks:
+            return False
+        signal.pidfd_send_signal(fd, signum)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def become_subreaper() -> None:
+    """Let orphans of this process's tree become its children, so that it can find and reap them.
+
+    Raise OSError where the kernel refuses. Source: linux/prctl.h.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def reap_adopted() -> None:
+    """Reap every child that has ended: orphans that came to us (no child of ours may be left)."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+
+
+def _kill(process: Process, deadline: float) -> None:
+    """Kill one process and wait until it has ended, within the deadline."""
+    with suppress(OSError):
+        fd = os.pidfd_open(process.pid)
+        try:
+            if send_signal(process, signal.SIGKILL):
+                # A pidfd becomes readable when its process has ended, reaped or not.
+                select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        finally:
+            os.close(fd)
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
+
+
+def _groups(pid: int) -> set[int]:
+    try:
+        status = (_PROC / str(pid) / "status").read_text(errors="replace")
+    except OSError:
+        return set()
+    for line in status.splitlines():
+        if line.startswith("Groups:"):
+            return {int(group) for group in line.split()[1:]}
+    return set()
+
+
+def _descendants(root: int, processes: Iterable[Process]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for process in processes:
+        children.setdefault(process.parent, []).append(process.pid)
+    found: set[int] = set()
+    queue = [root]
+    while queue:
+        for child in children.get(queue.pop(), []):
+            if child not in found:
+                found.add(child)
+                queue.append(child)
+    return found
