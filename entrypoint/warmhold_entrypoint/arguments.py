@@ -19,7 +19,7 @@ _SHORT = {
     "-dp": "--data-parallel-size",
 }
 # Jinja templates may start with a brace; they are no JSON.
-_NOT_JSON = {"--chat-template"}
+_NOT_JSON = {"--chat-template", "--api-key", "--hf-token"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class EngineArguments:
         index = 0
         while index < len(self.argv):
             item = self.argv[index]
-            if not _is_option(item):
+            if not is_option(item):
                 index += 1
                 continue
             name, equals, inline = item.partition("=")
@@ -97,7 +97,7 @@ class EngineArguments:
             if equals:
                 values: tuple[str, ...] = (inline,)
             else:
-                while end < len(self.argv) and not _is_option(self.argv[end]):
+                while end < len(self.argv) and not is_option(self.argv[end]):
                     end += 1
                 values = self.argv[index + 1 : end]
             yield _canonical(name), values, range(index, end)
@@ -135,7 +135,7 @@ def parse_arguments(command: Sequence[str], extra: str) -> tuple[EngineArguments
 def _json_faults(arguments: EngineArguments) -> Iterator[Fault]:
     for name, values, _ in arguments._options():
         for value in values:
-            if name in _NOT_JSON or not value.startswith("{"):
+            if name in _NOT_JSON or not value.lstrip().startswith("{"):
                 continue
             try:
                 json.loads(value)
@@ -149,7 +149,7 @@ def _json_faults(arguments: EngineArguments) -> Iterator[Fault]:
                 )
 
 
-def _is_option(item: str) -> bool:
+def is_option(item: str) -> bool:
     """Tell an option from a value; a negative number is a value."""
     return item.startswith("-") and len(item) > 1 and not item[1:2].isdigit()
 

@@ -7,6 +7,7 @@ as given. This is the only place that catches EntrypointError and ends with its 
 
 import os
 import re
+import shlex
 import signal
 import sys
 import traceback
@@ -16,12 +17,13 @@ from typing import NoReturn
 
 import click
 
-from . import VERSION, conf, start
+from . import VERSION
 from .errors import EntrypointError, Exit, Fault
-from .log import Log, configure_logging
-from .settings import read_settings, settings_table
+from .log import Log, configure_logging, redact_argv
 from .status import ask_status, build_metrics, render_status
 
+# Commands import what they need themselves: the health check runs every second during a start, and
+# pydantic alone would triple its cost.
 _log = Log("boot")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HEALTH_TIMEOUT_S = 3.0
@@ -41,6 +43,7 @@ def cli() -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def boot(arguments: tuple[str, ...]) -> None:
     """Serve, as PID 1. ARGUMENTS go to vLLM as they are."""
+    from . import conf, start
     from .pid1 import run_pid1
 
     _log.info("warmhold starts", version=VERSION, pid=os.getpid())
@@ -66,6 +69,8 @@ def boot(arguments: tuple[str, ...]) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def plan(as_json: bool, arguments: tuple[str, ...]) -> None:
     """Say what a start would do, and why; start nothing."""
+    from . import start
+
     arguments = arguments or start.read_command(_run_dir())
     _, made, faults, notes = start.make_plan(arguments)
     if as_json:
@@ -86,20 +91,18 @@ def plan(as_json: bool, arguments: tuple[str, ...]) -> None:
 @click.option("--markdown", is_flag=True, help="As the README has it.")
 def settings(markdown: bool) -> None:
     """List every setting, its value here, its default and its meaning."""
+    from .settings import read_settings, settings_table
+
     if markdown:
         click.echo("| variable | default | meaning |\n|---|---|---|")
         for name, default, meaning in settings_table():
             click.echo(f"| `{name}` | `{default}` | {meaning} |")
         return
-    from rich.console import Console
-    from rich.table import Table
-
     current, faults, notes = read_settings(os.environ, ())
-    table = Table("variable", "value", "default", "meaning")
-    values = current.env.model_dump()
-    for (name, default, meaning), value in zip(settings_table(), values.values(), strict=True):
-        table.add_row(name, "-" if value is None else str(value), default, meaning)
-    Console().print(table)
+    values = current.env.model_dump().values()
+    for (name, default, meaning), value in zip(settings_table(), values, strict=True):
+        shown = "none" if value is None else _hide_secrets(name, str(value))
+        click.echo(f"{name} = {shown}  (default {default})\n    {meaning}")
     for note in notes:
         click.echo(f"note: {note}")
     if faults:
@@ -109,6 +112,7 @@ def settings(markdown: bool) -> None:
 @cli.command()
 def engine() -> None:
     """Run engines (started by supervisord)."""
+    from . import start
     from .engine import run_engine
 
     sys.exit(run_engine(start.read_command(_run_dir()), _run_dir()))
@@ -223,6 +227,15 @@ def _execute(arguments: Sequence[str]) -> NoReturn:
             remedy = f"to serve this model set WARMHOLD_MODEL={name}"
         _say([Fault("usage.command", f"{name}: {error.strerror}", remedy)])
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _hide_secrets(variable: str, value: str) -> str:
+    if variable != "WARMHOLD_ENGINE_ARGS":
+        return value
+    try:
+        return shlex.join(redact_argv(shlex.split(value)))
+    except ValueError:  # cannot be split, so what is secret in it is not known
+        return "***"
 
 
 def _level(name: str) -> str:

@@ -34,7 +34,7 @@ from .start import PLAN_FILE, log_plan, make_sound_plan, prepare_folders
 from .states import EDGES, State
 from .status import Status, StatusServer
 
-_KILL_TIMEOUT_S = 20.0
+_KILL_TIMEOUT_S = 10.0
 _DRAIN_MARGIN_S = 10.0
 _MAX_BACK_OFF_S = 60.0
 _STABLE_S = 60.0

@@ -59,7 +59,10 @@ _MACHINES: dict[str, tuple[int, dict[str, int]]] = {
             "open_tree": 428,
             "move_mount": 429,
             "fsopen": 430,
+            "fsconfig": 431,
             "fsmount": 432,
+            "fspick": 433,
+            "mount_setattr": 442,
         },
     ),
     "aarch64": (
@@ -81,7 +84,10 @@ _MACHINES: dict[str, tuple[int, dict[str, int]]] = {
             "open_tree": 428,
             "move_mount": 429,
             "fsopen": 430,
+            "fsconfig": 431,
             "fsmount": 432,
+            "fspick": 433,
+            "mount_setattr": 442,
         },
     ),
 }

@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from .arguments import is_option
+
 _PLAIN = re.compile(r"[\w.,:/@+%\[\]-]+")
 _SECRET_OPTIONS = ("--api-key", "--hf-token")
 
@@ -85,7 +87,7 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
     for argument in argv:
         name, equals, _ = argument.partition("=")
         secret = name.replace("_", "-") in _SECRET_OPTIONS
-        if argument.startswith("-"):
+        if is_option(argument):
             hiding = secret and not equals
             shown.append(f"{name}=***" if secret and equals else argument)
         else:

@@ -116,14 +116,18 @@ def _problem(directory: Path) -> str | None:
 def _weight_files(directory: Path) -> list[Path]:
     """The weight files of the first kind present: a folder may hold the same weights twice."""
     for pattern in _WEIGHTS:
-        files = sorted(directory.glob(pattern))
+        files = sorted(path for path in directory.glob(pattern) if path.exists())
         if files:
             return files
     return []
 
 
 def _weight_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in _weight_files(directory) if path.exists())
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return sum((directory / name).stat().st_size for name in names)
+    return sum(path.stat().st_size for path in _weight_files(directory))
 
 
 def _read_line(path: Path) -> str | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the seconds of a start go: phases cut at lines that vLLM logs anyway.
 
-A phase ends when its line arrives, so the phases and `unaccounted` add up to the total exactly. The
-lines are upstream's (vllm 0.31-0.33); one that never comes leaves its time to the next phase.
+The lines are upstream's (vllm 0.31-0.33). Each ends a phase. Where an expected line never came, the
+time up to the next one belongs to no phase: it is unaccounted, not guessed.
 """
 
 import re
@@ -10,20 +10,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+_COMPILE = "compile"
 # A line that ends a phase, in order of time.
 _MARKS = (
     ("imports", re.compile(rb"non-default args:")),
     ("engine_init", re.compile(rb"Starting to load model|Loading model from scratch")),
     ("weights", re.compile(rb"Loading weights took|Model loading took")),
     (
-        "compile",
+        _COMPILE,
         re.compile(
             rb"saved AOT compiled function|Directly load AOT compilation|torch\.compile took"
+            rb"|Warming up done"
         ),
     ),
     ("warmup", re.compile(rb"init engine \(profile, create kv cache, warmup model\) took")),
+    ("api", None),  # ends when the server answers, not at a line
 )
-ORDER = ("image", "imports", "engine_init", "weights", "compile", "warmup", "api", "first_token")
+# Without compilation (--enforce-eager) there is no such phase, and nothing is missing.
+_OPTIONAL = {_COMPILE}
 
 
 @dataclass(frozen=True)
@@ -44,37 +48,39 @@ class PhaseClock:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._begin = now()
-        self._last = self._begin
-        self._seconds: dict[str, float] = {}
+        self._begin = self._last = now()
+        # No image is read in a start from scratch.
+        self._seconds = {"image": 0.0}
         self._next = 0
 
     def see_line(self, line: bytes) -> None:
         """Given a line of the engine's log, close the phase that it ends."""
         for index in range(self._next, len(_MARKS)):
-            name, pattern = _MARKS[index]
-            if pattern.search(line):
-                self._close(name)
-                self._next = index + 1
+            _, pattern = _MARKS[index]
+            if pattern is not None and pattern.search(line):
+                self._close(index)
                 return
 
     def see_listening(self) -> None:
-        """The HTTP server answers: what came since the engine's own warm-up is the API's start."""
-        self._close("api")
-        self._next = len(_MARKS)
+        """The server answers: what came since the engine's own warm-up is the API's start."""
+        self._close(len(_MARKS) - 1)
 
     def finish(self) -> Phases:
         """The first token has come: close the last phase and return all."""
-        self._close("first_token")
-        ordered = {name: self._seconds[name] for name in ORDER if name in self._seconds}
-        return Phases(ordered, self._last - self._begin)
+        now = self._now()
+        self._seconds["first_token"] = now - self._last
+        return Phases(dict(self._seconds), now - self._begin)
 
     @property
     def current(self) -> str:
         """The phase that is under way."""
         return _MARKS[self._next][0] if self._next < len(_MARKS) else "first_token"
 
-    def _close(self, name: str) -> None:
+    def _close(self, index: int) -> None:
+        """End the phase with this index; its time counts unless another one's end was missed."""
         now = self._now()
-        self._seconds[name] = now - self._last
+        missed = {name for name, _ in _MARKS[self._next : index]} - _OPTIONAL
+        if not missed:
+            self._seconds[_MARKS[index][0]] = now - self._last
         self._last = now
+        self._next = index + 1

@@ -153,8 +153,8 @@ def choose_kv_bytes(settings: Settings, facts: Facts) -> tuple[int | None, Fault
     else:
         kv_bytes = explicit
     if fixed + kv_bytes <= limit:
-        delegated = arguments.has("--kv-cache-memory-bytes") or arguments.has(
-            "--gpu-memory-utilization"
+        delegated = arguments.has("--kv-cache-memory-bytes") or (
+            explicit is None and arguments.has("--gpu-memory-utilization")
         )
         return (None if delegated else kv_bytes), None
     return kv_bytes, Fault(
@@ -168,10 +168,11 @@ def choose_kv_bytes(settings: Settings, facts: Facts) -> tuple[int | None, Fault
 
 
 def _explicit_kv_bytes(settings: Settings) -> int | None:
-    if settings.env.kv_cache_gib is not None:
-        return int(settings.env.kv_cache_gib * GIB)
     text = settings.arguments.value("--kv-cache-memory-bytes")
-    return int(text) if text and text.isascii() and text.isdigit() else None
+    if text is not None:
+        return int(text) if text.isascii() and text.isdigit() else None
+    asked = settings.env.kv_cache_gib
+    return None if asked is None else int(asked * GIB)
 
 
 def _space_faults(settings: Settings, facts: Facts) -> list[Fault]:
@@ -247,6 +248,11 @@ def build_engine_environment(settings: Settings, facts: Facts) -> dict[str, str]
     }
     if facts.model.directory is not None:
         environment["HF_HUB_OFFLINE"] = "1"
+    if facts.device.startswith("cpu"):
+        # vLLM 0.32 saves ahead-of-time artifacts on a CPU and then fails to load them ("'function'
+        # object has no attribute 'finalize_loading'"): every start would compile again. Without
+        # them Inductor's own cache is used, and the second start compiles nothing.
+        environment["VLLM_USE_AOT_COMPILE"] = "0"
     if facts.cpu_quota is not None and facts.cpu_quota < facts.cpu_affinity:
         # Upstream binds a thread to every core of the affinity mask and knows no quota.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

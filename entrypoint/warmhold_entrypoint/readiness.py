@@ -14,7 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from .settings import Settings
@@ -57,7 +57,7 @@ class Target:
     tls: bool
     root_path: str
     model: str
-    key: str | None
+    key: str | None = field(repr=False)
 
     @property
     def url(self) -> str:
@@ -249,6 +249,8 @@ def _request(
         connection.request(method, target.root_path + path, body, headers)
         response = connection.getresponse()
         answer = response.read(4 << 20)
+    except ValueError:
+        raise ProbeError(f"{method} {path}: the API key cannot be sent") from None
     except (OSError, http.client.HTTPException) as error:
         raise ProbeError(f"{method} {path}: {error or type(error).__name__}") from error
     finally:

@@ -6,8 +6,9 @@ Any setting that is a secret may come from a file named by the same variable wit
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -37,7 +38,9 @@ class Environment(BaseModel):
         description="A Hugging Face id, a local path, or `demo` (SmolLM2-135M-Instruct).",
     )
     engine_args: str = Field(
-        "", description="vLLM arguments, split like a shell does; appended to the command."
+        "",
+        repr=False,
+        description="vLLM arguments, split like a shell does; appended to the command.",
     )
     api_key: SecretStr | None = Field(
         None, description="The key that clients must send; never shown, never in an argv."
@@ -92,9 +95,9 @@ class Settings:
     """All that the user asked for: the environment, the engine's arguments, the secrets."""
 
     env: Environment
-    arguments: EngineArguments
+    arguments: EngineArguments = field(repr=False)
     offline: bool
-    api_keys: tuple[str, ...]
+    api_keys: tuple[str, ...] = field(repr=False)
 
     @property
     def model(self) -> str:
@@ -125,6 +128,9 @@ def read_settings(
         if path is not None:
             try:
                 values[secret] = Path(path).read_text(encoding="utf-8").strip()
+                if not values[secret]:
+                    del values[secret]
+                    raise OSError("the file is empty")
             except (OSError, UnicodeDecodeError) as error:
                 faults.append(
                     Fault(
@@ -142,9 +148,20 @@ def read_settings(
     settings = Settings(
         env=env,
         arguments=arguments,
-        offline=environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"},
+        offline=any(
+            environ.get(name, "").lower() in {"1", "true", "yes", "on"}
+            for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+        ),
         api_keys=_api_keys(env, arguments, environ),
     )
+    if any(not re.fullmatch(r"[!-~]+", key) for key in settings.api_keys):
+        faults.append(
+            Fault(
+                "settings.api-key",
+                "an API key holds a character that no HTTP header can carry",
+                "use printable ASCII without spaces; look for a line end at its end",
+            )
+        )
     return settings, faults + value_faults + argument_faults, notes
 
 
@@ -156,12 +173,12 @@ def _validate(values: dict[str, str]) -> tuple[Environment, list[Fault]]:
         for item in error.errors(include_url=False):
             name = str(item["loc"][0])
             shown = "***" if name in SECRETS else repr(values.get(name, ""))
-            field = Environment.model_fields[name]
+            about = Environment.model_fields[name]
             faults.append(
                 Fault(
                     f"settings.{name.replace('_', '-')}",
                     f"{PREFIX}{name.upper()}={shown}: {item['msg']}",
-                    f"{field.description} Default: {_default_text(field.default)}",
+                    f"{about.description} Default: {_default_text(about.default)}",
                 )
             )
             values.pop(name, None)

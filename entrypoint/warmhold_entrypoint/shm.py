@@ -53,7 +53,7 @@ class ShmLedger:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LEDGER_FILE
-        entries = (read_json(self._path) or {"files": []})["files"]
+        entries = (read_json(self._path) or {}).get("files", [])
         self._files = {ShmFile(path, inode) for path, inode in entries}
 
     def note(self, processes: Iterable[Process]) -> None:

@@ -20,8 +20,15 @@ class State(StrEnum):
 EDGES = {
     State.SWEEP: {State.FETCHING, State.TRYING, State.STOPPED, State.FAILED},
     State.FETCHING: {State.SWEEP, State.WAITING, State.STOPPED, State.FAILED},
-    State.TRYING: {State.SERVING, State.TRYING, State.WAITING, State.STOPPING, State.FAILED},
-    State.SERVING: {State.WAITING, State.STOPPING},
+    State.TRYING: {
+        State.SERVING,
+        State.TRYING,
+        State.WAITING,
+        State.STOPPING,
+        State.STOPPED,
+        State.FAILED,
+    },
+    State.SERVING: {State.WAITING, State.STOPPING, State.STOPPED},
     State.WAITING: {State.SWEEP, State.STOPPED},
     State.STOPPING: {State.STOPPED},
     State.STOPPED: set(),

@@ -73,7 +73,7 @@ def build_metrics(status: Status | None) -> str:
     def add(name: str, kind: str, meaning: str, samples: dict[str, float]) -> None:
         lines.append(f"# HELP warmhold_{name} {meaning}")
         lines.append(f"# TYPE warmhold_{name} {kind}")
-        lines.extend(f"warmhold_{name}{labels} {value:g}" for labels, value in samples.items())
+        lines.extend(f"warmhold_{name}{labels} {value!r}" for labels, value in samples.items())
 
     add("up", "gauge", "Whether the runner answers.", {"": float(status is not None)})
     if status is None:
@@ -83,7 +83,7 @@ def build_metrics(status: Status | None) -> str:
         "engine_state",
         "gauge",
         "The runner's state; the current one is 1.",
-        {f'{{state="{status["state"]}"}}': 1.0},
+        {_label(state=status["state"]): 1.0},
     )
     add("engine_starts_total", "counter", "Engine starts.", {"": float(status["starts"])})
     add(
@@ -98,21 +98,30 @@ def build_metrics(status: Status | None) -> str:
             "engine_mode",
             "gauge",
             "The mode that served last; the current one is 1.",
-            {f'{{mode="{status["mode"]}"}}': 1.0},
+            {_label(mode=status["mode"]): 1.0},
         )
     add(
         "mode_rejected",
         "gauge",
         "Why a mode is not used.",
-        {f'{{mode="{item["mode"]}",code="{item["code"]}"}}': 1.0 for item in status["rejections"]},
+        {_label(mode=item["mode"], code=item["code"]): 1.0 for item in status["rejections"]},
     )
     add(
         "start_phase_seconds",
         "gauge",
         "Phases of the last start.",
-        {f'{{phase="{name}"}}': value for name, value in status["phases"].items()},
+        {_label(phase=name): value for name, value in status["phases"].items()},
     )
     return "\n".join(lines) + "\n"
+
+
+def _label(**labels: str) -> str:
+    """Given label names and values, return them as Prometheus text has them."""
+    pairs = (
+        '{}="{}"'.format(name, value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
+        for name, value in labels.items()
+    )
+    return "{" + ",".join(pairs) + "}"
 
 
 def render_status(status: Status) -> str:

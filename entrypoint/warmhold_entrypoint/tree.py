@@ -46,11 +46,18 @@ def read_process(pid: int) -> Process | None:
 
 
 def find_members(also_below: int | None = None) -> list[Process]:
-    """Return every living process of an engine; with a PID, its descendants too."""
+    """Return every living process of an engine; with a PID, its descendants too.
+
+    Never the caller or one of its ancestors, whatever their marks: members get killed.
+    """
     processes = {process.pid: process for process in map(read_process, _pids()) if process}
     members = {pid for pid in processes if ENGINE_GROUP in _groups(pid)}
     if also_below is not None:
         members |= _descendants(also_below, processes.values())
+    spared = os.getpid()
+    while spared in processes:
+        members.discard(spared)
+        spared = processes[spared].parent
     return [processes[pid] for pid in sorted(members)]
 
 

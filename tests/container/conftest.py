@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Containers of the built image: one stack with the real engine for all, small ones with the fake.
+
+Every start of the real engine is counted from the containers' own logs, printed at the end, and
+bounded by `test_zz_budget.py`.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from box import Box, RealStack
+from stack import ROOT, free_port
+from testcontainers.compose import DockerCompose
+
+import docker
+from docker import DockerClient
+
+REAL_STARTS: dict[str, int] = {}
+IMAGE = os.environ.get("WARMHOLD_IMAGE", "warmhold:cpu")
+
+
+@pytest.fixture(scope="session")
+def engine() -> DockerClient:
+    return docker.from_env()
+
+
+@pytest.fixture
+def run_fake(engine: DockerClient) -> Iterator[Callable[..., Box]]:
+    """Run the image with the small engine in vLLM's place; `options` are docker run's."""
+    boxes: list[Box] = []
+
+    def run(*command: str, environment: dict[str, str] | None = None, **options: object) -> Box:
+        fakes = {
+            str(ROOT / "tests/fakes/vllm"): {"bind": "/opt/warmhold/venv/bin/vllm", "mode": "ro"}
+        }
+        volumes = {**fakes, **options.pop("volumes", {})}  # type: ignore[dict-item]
+        arguments = {"shm_size": "512m", "volumes": volumes, "environment": environment or {}}
+        container = engine.containers.run(
+            IMAGE, list(command), detach=True, **{**arguments, **options}
+        )
+        boxes.append(Box(container))
+        return boxes[-1]
+
+    yield run
+    for box in boxes:
+        box.container.remove(force=True, v=True)
+
+
+def compose_stack(
+    engine: DockerClient, name: str, files: list[str], environment: dict[str, str]
+) -> Iterator[RealStack]:
+    """A stack of the shipped compose file under its own project name, removed with its volumes."""
+    port = free_port()
+    settings = {
+        "COMPOSE_PROJECT_NAME": name,
+        "WARMHOLD_PORT": str(port),
+        "WARMHOLD_KV_CACHE_GIB": "1",
+        **environment,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in settings.items():
+            patch.setenv(variable, value)
+        compose = DockerCompose(ROOT, compose_file_name=files, wait=True)
+        stack = RealStack(compose, engine, port)
+        try:
+            compose.start()
+            yield stack
+        finally:
+            REAL_STARTS[name] = stack.log().count("engine starting")
+            compose.stop(down=True)
+
+
+@pytest.fixture(scope="session")
+def real(engine: DockerClient) -> Iterator[RealStack]:
+    """The default: `docker compose up --wait` with the demo model, compiled, from empty caches."""
+    yield from compose_stack(engine, "warmhold-test", ["compose.yaml"], {})
+
+
+@pytest.fixture(scope="session")
+def guarded(engine: DockerClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
+    """All that differs from the default: no extra rights, TLS, key, path, uid, hub cache."""
+    folder = tmp_path_factory.mktemp("guarded")
+    override = RealStack.write_guarded_override(folder)
+    files = ["compose.yaml", "compose.plain.yaml", str(override)]
+    environment = {
+        "WARMHOLD_API_KEY": "sk-container-42",
+        "WARMHOLD_ENGINE_UID": "10001",
+        "WARMHOLD_MODELS": str(RealStack.copy_demo_to_hub_cache(engine, IMAGE, folder)),
+        "WARMHOLD_MODEL": "warmhold/demo",
+        "HF_HUB_OFFLINE": "1",
+    }
+    yield from compose_stack(engine, "warmhold-guarded", files, environment)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if REAL_STARTS:
+        counts = ", ".join(f"{name} {count}" for name, count in REAL_STARTS.items())
+        terminalreporter.write_line(f"real engine starts: {sum(REAL_STARTS.values())} ({counts})")
+
+
+@pytest.fixture
+def report_folder() -> Path | None:
+    folder = os.environ.get("WARMHOLD_TEST_REPORT_DIR")
+    return ROOT / folder if folder else None

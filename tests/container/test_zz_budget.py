@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost is part of the design: how many real engine starts the container tests made. Runs last."""
+
+import pytest
+from box import RealStack
+from conftest import REAL_STARTS
+
+pytestmark = pytest.mark.container
+MAX_REAL_STARTS = 12
+
+
+def test_real_engine_starts_stay_within_the_budget(
+    real: RealStack, guarded: RealStack, request: pytest.FixtureRequest
+) -> None:
+    counts = [stack.log().count("engine starting") for stack in (real, guarded)]
+    print(f"real engine starts so far: {counts}")
+    full = "not full" not in str(request.config.getoption("-m"))
+    assert 0 < sum(counts) <= (40 if full else MAX_REAL_STARTS)
+    assert REAL_STARTS == {}  # both stacks are still up, so nothing is counted twice

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""supervisord's configuration: as supervisord reads it, and with nothing of the user in it."""
+
+import configparser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from supervisor.options import ServerOptions
+from warmhold_entrypoint.conf import build_conf, check_paths, write_conf
+from warmhold_entrypoint.settings import Settings, read_settings
+
+NASTY = 'x%(here)s ; rm -rf # "it\'s" $HOME\n[program:evil]'
+
+
+def settings(*command: str, **variables: str) -> Settings:
+    made, faults, _ = read_settings(
+        {f"WARMHOLD_{name}": value for name, value in variables.items()}, command
+    )
+    assert faults == []
+    return made
+
+
+def programs(made: Settings) -> dict[str, Any]:
+    """Given settings with a real run directory, return the programs as supervisord has them."""
+    return {program.name: program for group in groups(made) for program in group.process_configs}
+
+
+def groups(made: Settings) -> list[Any]:
+    options = ServerOptions()
+    options.realize(["-c", str(write_conf(made))])
+    assert options.parse_warnings == []
+    return options.process_group_configs
+
+
+def test_no_user_data_is_in_the_text() -> None:
+    with_all = settings(
+        *("--hf-overrides", NASTY, "--api-key", "x%(here)s;#'"),
+        MODEL=NASTY,
+        ENGINE_ARGS="--x '100% ; # \"'",
+        STATE_DIR=f"/{NASTY}",
+        MODELS_DIR=f"/{NASTY}",
+    )
+    assert build_conf(with_all) == build_conf(settings())
+
+
+def test_supervisord_reads_it_as_meant(tmp_path: Path) -> None:
+    found = programs(settings(RUN_DIR=str(tmp_path), DRAIN_S="45", METRICS_PORT="9100"))
+    assert set(found) == {"engine", "end", "metrics"}
+    assert found["engine"].command.endswith(" -m warmhold_entrypoint engine")
+    assert found["end"].command.endswith(" -m warmhold_entrypoint listener")
+    assert found["metrics"].command.endswith(" metrics --port 9100")
+    assert found["engine"].stopwaitsecs == 45 + 30
+    assert found["engine"].startsecs == 0
+
+
+def test_the_listener_hears_of_ends_and_not_of_stops(tmp_path: Path) -> None:
+    (listener,) = (
+        group for group in groups(settings(RUN_DIR=str(tmp_path))) if group.name == "end"
+    )
+    events = {event.__name__ for event in listener.pool_events}
+    assert events == {"ProcessStateExitedEvent", "ProcessStateFatalEvent"}
+
+
+def test_metrics_only_where_a_port_was_asked_for(tmp_path: Path) -> None:
+    assert set(programs(settings(RUN_DIR=str(tmp_path)))) == {"engine", "end"}
+
+
+def test_every_exit_code_of_the_runner_is_expected(tmp_path: Path) -> None:
+    engine = programs(settings(RUN_DIR=str(tmp_path)))["engine"]
+    assert sorted(engine.exitcodes) == list(range(256))
+    assert engine.autorestart.__name__ == "RestartWhenExitUnexpected"
+
+
+def test_no_log_is_rotated_or_kept() -> None:
+    parser = configparser.RawConfigParser()
+    parser.read_string(build_conf(settings(METRICS_PORT="9100")))
+    logs = [
+        (section, key)
+        for section in parser.sections()
+        for key, value in parser.items(section)
+        if key.endswith("logfile") and value != "NONE"
+    ]
+    assert len(logs) == 6
+    for section, key in logs:
+        assert parser.get(section, f"{key}_maxbytes") == "0"
+        assert parser.get(section, f"{key}_backups") == "0"
+
+
+def test_the_control_socket_is_roots() -> None:
+    parser = configparser.RawConfigParser()
+    parser.read_string(build_conf(settings()))
+    assert parser.get("unix_http_server", "chmod") == "0700"
+    assert not parser.has_section("inet_http_server")
+
+
+@pytest.mark.parametrize(
+    ("path", "sound"),
+    [
+        ("/run/warmhold", True),
+        ("/tmp/a-b_c.d/e", True),
+        ("run", False),
+        ("/run/a b", False),
+        ("/run/%(x)s", False),
+        ("/run/a;b", False),
+        ("/run/a#b", False),
+        ("/run\n[x]", False),
+    ],
+)
+def test_a_run_directory_that_the_file_cannot_hold_is_a_fault(path: str, sound: bool) -> None:
+    codes = [fault.code for fault in check_paths(settings(RUN_DIR=path))]
+    assert codes == ([] if sound else ["settings.run-dir"])

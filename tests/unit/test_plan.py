@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan as a table: every mode, every rejection, every fault, and the arithmetic."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from warmhold_entrypoint import plan as plan_module
+from warmhold_entrypoint.errors import Fault
+from warmhold_entrypoint.facts import Facts
+from warmhold_entrypoint.model import Model
+from warmhold_entrypoint.plan import (
+    GIB,
+    MIB,
+    Plan,
+    build_engine_environment,
+    build_fetch_argv,
+    choose_kv_bytes,
+    choose_threads,
+    decide,
+)
+from warmhold_entrypoint.settings import Settings, read_settings
+
+FACTS = Facts(
+    build_id="b1",
+    vllm_version="0.32.0",
+    device="cpu-12345678",
+    cpu_quota=None,
+    cpu_affinity=8,
+    memory_limit_bytes=32 * GIB,
+    memory_limited_by="cgroup limit",
+    shm_total_bytes=GIB,
+    shm_free_bytes=GIB,
+    state_free_bytes=100 * GIB,
+    model=Model("demo", "/opt/warmhold/demo", GIB // 4),
+    cache_dir="/state/cache/b1-0.32.0-cpu-12345678",
+    faults=(),
+)
+ROOMY_KV = 4 * GIB
+
+
+def settings(*command: str, **variables: str) -> Settings:
+    made, faults, _ = read_settings(
+        {f"WARMHOLD_{name}": value for name, value in variables.items()}, command
+    )
+    assert faults == []
+    return made
+
+
+def facts(**changes: Any) -> Facts:
+    return dataclasses.replace(FACTS, **changes)
+
+
+def codes(plan: Plan) -> list[str]:
+    return [fault.code for fault in plan.faults]
+
+
+def options(plan: Plan) -> dict[str, str]:
+    """Given a plan of one attempt, return the options after the model, each with one value."""
+    (attempt,) = plan.attempts
+    assert attempt.argv[:2] == ("vllm", "serve")
+    return dict(zip(attempt.argv[3::2], attempt.argv[4::2], strict=True))
+
+
+# Modes
+
+
+@pytest.mark.parametrize(
+    ("mode", "attempts", "rejections", "faults"),
+    [
+        ("auto", ["disk"], ["snapshot.unsupported", "ipc_cache.unsupported"], []),
+        ("disk", ["disk"], ["snapshot.not-wanted", "ipc_cache.not-wanted"], []),
+        (
+            "snapshot",
+            [],
+            ["snapshot.unsupported", "ipc_cache.not-wanted", "disk.not-wanted"],
+            ["mode.unavailable"],
+        ),
+        (
+            "ipc_cache",
+            [],
+            ["snapshot.not-wanted", "ipc_cache.unsupported", "disk.not-wanted"],
+            ["mode.unavailable"],
+        ),
+    ],
+)
+def test_modes(mode: str, attempts: list[str], rejections: list[str], faults: list[str]) -> None:
+    plan = decide(settings(MODE=mode), FACTS)
+    assert [attempt.mode for attempt in plan.attempts] == attempts
+    assert [rejection.code for rejection in plan.rejections] == rejections
+    assert codes(plan) == faults
+    for rejection in plan.rejections:
+        assert rejection.code.startswith(f"{rejection.mode}.")
+        assert rejection.detail and rejection.remedy
+
+
+def test_a_named_mode_fails_with_its_own_reason() -> None:
+    (fault,) = decide(settings(MODE="snapshot"), FACTS).faults
+    assert fault.detail.startswith("snapshot: snapshot.unsupported: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "numbers"),
+    [
+        ({"shm_free_bytes": 64 * MIB, "shm_total_bytes": 100 * MIB}, "shm.too-small", "64 100 256"),
+        ({"state_free_bytes": 10 * MIB}, "settings.state-full", "10 256 /var/lib/warmhold"),
+        ({"memory_limit_bytes": 2 * GIB}, "memory.too-small", "2.50 0.25 2.00 cgroup"),
+        ({"faults": (Fault("port.taken", "by x", "end x"),)}, "port.taken", "x"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["auto", "disk"])
+def test_a_fault_leaves_no_attempt(
+    mode: str, changes: dict[str, Any], code: str, numbers: str
+) -> None:
+    plan = decide(settings(MODE=mode), facts(**changes))
+    assert (codes(plan), plan.attempts) == ([code], ())
+    assert [word for word in numbers.split() if word not in plan.faults[0].detail] == []
+
+
+def test_every_fault_at_once() -> None:
+    poor = facts(
+        faults=(Fault("model.missing", "", ""),),
+        shm_free_bytes=0,
+        state_free_bytes=0,
+        memory_limit_bytes=GIB,
+    )
+    assert sorted(codes(decide(settings(MODE="ipc_cache"), poor))) == [
+        *("memory.too-small", "mode.unavailable", "model.missing"),
+        *("settings.state-full", "shm.too-small"),
+    ]
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("limit_gib", "command", "variables", "kv_bytes"),
+    [
+        (32, [], {}, ROOMY_KV),
+        (4.25, [], {}, GIB),
+        (2.75, [], {}, 256 * MIB),
+        (2.5, [], {}, 256 * MIB),
+        (32, ["-tp", "2"], {}, ROOMY_KV),
+        (5.25, ["-tp", "2"], {}, GIB),
+        (32, [], {"KV_CACHE_GIB": "0.5"}, GIB // 2),
+        (32, [], {"KV_CACHE_GIB": "20"}, 20 * GIB),
+        (32, ["--kv-cache-memory-bytes", "99"], {}, None),
+        (32, ["--kv_cache_memory_bytes=2G"], {}, None),
+        (32, ["--gpu-memory-utilization", "0.5"], {}, None),
+    ],
+)
+def test_kv_cache(
+    limit_gib: float, command: list[str], variables: dict[str, str], kv_bytes: int | None
+) -> None:
+    found = facts(memory_limit_bytes=int(limit_gib * GIB))
+    assert choose_kv_bytes(settings(*command, **variables), found) == (kv_bytes, None)
+
+
+@pytest.mark.parametrize(
+    ("limit_gib", "command", "variables", "numbers"),
+    [
+        (2.49, [], {}, ["2.50", "0.25", "0.25", "2.00", "2.49"]),
+        (3, [], {"KV_CACHE_GIB": "1"}, ["3.25", "0.25", "1.00", "2.00", "3.00"]),
+        (4, ["--kv-cache-memory-bytes", str(2 * GIB)], {}, ["4.25", "2.00", "4.00"]),
+        (3, ["-tp", "2"], {}, ["3.50", "3.00"]),
+    ],
+)
+def test_too_little_memory_is_told_with_its_numbers(
+    limit_gib: float, command: list[str], variables: dict[str, str], numbers: list[str]
+) -> None:
+    found = facts(memory_limit_bytes=int(limit_gib * GIB))
+    _, fault = choose_kv_bytes(settings(*command, **variables), found)
+    assert fault is not None
+    assert fault.code == "memory.too-small"
+    assert [number for number in numbers if f"{number} GiB" not in fault.detail] == []
+
+
+def test_a_kv_cache_that_was_asked_for_is_given_even_beside_a_share_of_the_memory() -> None:
+    asked = settings("--gpu-memory-utilization", "0.5", KV_CACHE_GIB="2")
+    assert choose_kv_bytes(asked, FACTS) == (2 * GIB, None)
+
+
+def test_the_kv_cache_that_the_engine_is_given_is_the_one_that_must_fit() -> None:
+    asked = settings("--kv-cache-memory-bytes", str(GIB), KV_CACHE_GIB="100")
+    assert choose_kv_bytes(asked, FACTS) == (None, None)
+
+
+# Threads
+
+
+@pytest.mark.parametrize(
+    ("quota", "affinity", "shares"),
+    [
+        (0.5, 8, [1, 1, 1]),
+        (2.5, 8, [2, 1, 1]),
+        (8, 8, [8, 4, 1]),
+        (8, 4, [4, 2, 1]),
+        (None, 8, [8, 4, 1]),
+    ],
+)
+def test_threads_of_each_worker(quota: float | None, affinity: int, shares: list[int]) -> None:
+    found = facts(cpu_quota=quota, cpu_affinity=affinity)
+    assert [choose_threads(settings("-tp", str(workers)), found) for workers in (1, 2, 8)] == shares
+
+
+@pytest.mark.parametrize(
+    ("quota", "bound"), [(2.5, True), (0.5, True), (8, False), (16, False), (None, False)]
+)
+def test_a_quota_keeps_threads_from_being_bound_to_cores(quota: float | None, bound: bool) -> None:
+    environment = build_engine_environment(settings(), facts(cpu_quota=quota))
+    assert ("VLLM_CPU_OMP_THREADS_BIND" in environment) is bound
+    if bound:
+        assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+        assert environment["OMP_NUM_THREADS"] == str(max(1, int(quota or 0)))
+
+
+# The engine's argv
+
+
+def test_argv_of_the_demo() -> None:
+    plan = decide(settings(), FACTS)
+    assert plan.attempts[0].argv[2] == "/opt/warmhold/demo"
+    assert options(plan) == {
+        "--served-model-name": "demo",
+        "--shutdown-timeout": "30",
+        "--disable-access-log-for-endpoints": "/health,/metrics",
+        "--kv-cache-memory-bytes": str(ROOMY_KV),
+    }
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ["--served_model_name", "a", "b"],
+        ["--shutdown-timeout=5"],
+        ["--disable-access-log-for-endpoints", "/x"],
+        ["--kv-cache-memory-bytes", "1073741824"],
+        ["--hf-overrides", '{"a":\n "% $HOME ; # \\""}'],
+    ],
+)
+def test_the_users_arguments_are_kept_and_not_doubled(own: list[str]) -> None:
+    (attempt,) = decide(settings(*own), FACTS).attempts
+    assert attempt.argv[3 : 3 + len(own)] == tuple(own)
+    name = own[0].partition("=")[0].replace("_", "-")
+    spelt = [item.partition("=")[0].replace("_", "-") for item in attempt.argv]
+    assert spelt.count(name) == 1
+
+
+def test_the_directory_takes_the_place_of_model_and_revision() -> None:
+    found = facts(model=Model("o/n", "/models/x", 0))
+    (attempt,) = decide(settings("--model", "o/n", "--revision=v1", "--seed", "1"), found).attempts
+    assert attempt.argv[:5] == ("vllm", "serve", "/models/x", "--seed", "1")
+    assert not {"--model", "--revision=v1", "v1"} & set(attempt.argv)
+    assert attempt.argv[attempt.argv.index("--served-model-name") + 1] == "o/n"
+
+
+def test_what_is_not_there_yet_is_fetched_by_its_name() -> None:
+    missing = facts(model=Model("o/n", None, 0))
+    plan = decide(settings(MODEL="o/n"), missing)
+    assert plan.model_directory is None
+    assert "HF_HUB_OFFLINE" not in plan.environment
+    assert build_fetch_argv(settings("--revision", "v1", MODEL="o/n")) == (
+        *("hf", "download", "o/n", "--revision", "v1", "--cache-dir", "/models/hub"),
+    )
+    assert "--revision" not in build_fetch_argv(settings(MODEL="o/n"))
+
+
+# Secrets
+
+
+@pytest.mark.parametrize(
+    "own", [["--api-key", "s3cret"], ["--api_key=s3cret"]], ids=["word", "inline"]
+)
+def test_a_single_api_key_is_in_no_argv(own: list[str]) -> None:
+    plan = decide(settings(*own, "--seed", "1"), FACTS)
+    assert "s3cret" not in repr(plan)
+    assert options(plan)["--seed"] == "1"
+
+
+def test_several_api_keys_stay_and_are_hidden_when_shown() -> None:
+    plan = decide(settings("--api-key", "s3cret1", "s3cret2"), FACTS)
+    assert plan.attempts[0].argv[3:6] == ("--api-key", "s3cret1", "s3cret2")
+    shown = plan.to_json()
+    assert "s3cret" not in shown
+    assert json.loads(shown)["attempts"][0]["argv"][3:6] == ["--api-key", "***", "***"]
+
+
+def test_the_plan_as_json_is_whole() -> None:
+    plan = decide(settings(), FACTS)
+    assert set(json.loads(plan.to_json())) == {field.name for field in dataclasses.fields(Plan)}
+
+
+# The engine's environment
+
+
+def test_caches_lie_on_the_state_volume() -> None:
+    environment = build_engine_environment(settings(), FACTS)
+    folders = {
+        *("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+        *("FLASHINFER_WORKSPACE_BASE", "XDG_CACHE_HOME"),
+    }
+    assert {name for name, value in environment.items() if FACTS.cache_dir in value} == folders
+    assert len({environment[name] for name in folders}) == len(folders)
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["VLLM_HOST_IP"]) == ("lo", "127.0.0.1")
+
+
+@pytest.mark.parametrize(("device", "value"), [("cpu-12345678", "0"), ("cuda-90", None)])
+def test_no_ahead_of_time_artifacts_on_a_cpu(device: str, value: str | None) -> None:
+    environment = build_engine_environment(settings(), facts(device=device))
+    assert environment.get("VLLM_USE_AOT_COMPILE") == value
+
+
+@pytest.mark.parametrize(("uid", "home"), [("", False), ("0", False), ("1000", True)])
+def test_another_uid_has_a_home_in_the_cache(uid: str, home: bool) -> None:
+    plan = decide(settings(ENGINE_UID=uid), FACTS)
+    assert plan.uid == (int(uid) if uid else None)
+    assert plan.environment.get("HOME") == (f"{FACTS.cache_dir}/home" if home else None)
+
+
+def test_no_variable_of_ours_reaches_the_engine() -> None:
+    environment = build_engine_environment(
+        settings(ENGINE_UID="1000", API_KEY="s3cret"), facts(cpu_quota=1.0)
+    )
+    assert [name for name in environment if name.startswith("WARMHOLD_")] == []
+    assert "s3cret" not in environment.values()
+
+
+def test_decide_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("VLLM_API_KEY", "HF_HUB_OFFLINE", "WARMHOLD_MODE", "WARMHOLD_MODEL"):
+        monkeypatch.setenv(variable, "disk")
+    assert decide(settings(), FACTS) == decide(settings(), FACTS)
+    assert not hasattr(plan_module, "os")

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files in /dev/shm: whose they are is seen from who holds them, never from a name."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from warmhold_entrypoint import tree
+from warmhold_entrypoint.shm import LEDGER_FILE, ShmFile, ShmLedger, find_shm_files
+
+# Holds the first file open, the second mapped, and the third in both ways but deleted.
+HOLDER = """
+import mmap, os, sys
+opened, mapped, deleted = [open(path, "r+b") for path in sys.argv[1:]]
+views = [mmap.mmap(file.fileno(), 0) for file in (mapped, deleted)]
+mapped.close()
+os.unlink(sys.argv[3])
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="warmhold test ", dir="/dev/shm") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def files(folder: Path) -> list[Path]:
+    """Four files; the holder gets all but the last."""
+    made = [folder / name for name in ("open", "mapped", "deleted", "of another")]
+    for path in made:
+        path.write_bytes(bytes(4096))
+    return made
+
+
+@pytest.fixture
+def holder(files: list[Path]) -> Iterator[tree.Process]:
+    argv = [sys.executable, "-c", HOLDER, *map(str, files[:3])]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        found = tree.read_process(process.pid)
+        assert found is not None
+        yield found
+
+
+def test_files_are_found_by_who_holds_them(files: list[Path], holder: tree.Process) -> None:
+    opened, mapped, _, _ = files
+    assert find_shm_files([holder]) == {
+        ShmFile(str(path), path.stat().st_ino) for path in (opened, mapped)
+    }
+
+
+def test_nobody_and_the_dead_hold_nothing(child_gone: tree.Process) -> None:
+    assert find_shm_files([]) == find_shm_files([child_gone]) == set()
+
+
+@pytest.fixture
+def child_gone() -> tree.Process:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        found = tree.read_process(process.pid)
+        process.kill()
+    assert found is not None
+    return found
+
+
+def test_what_was_seen_is_removed_and_nothing_else(
+    tmp_path: Path, files: list[Path], holder: tree.Process
+) -> None:
+    opened, mapped, _, other = files
+    ledger = ShmLedger(tmp_path)
+    ledger.note([holder])
+    assert ledger.remove_files() == sorted([str(opened), str(mapped)])
+    assert [path.exists() for path in (opened, mapped, other)] == [False, False, True]
+    assert ledger.remove_files() == []
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_later_runner_removes_what_a_killed_one_saw(
+    tmp_path: Path, files: list[Path], holder: tree.Process
+) -> None:
+    ShmLedger(tmp_path).note([holder])
+    assert len(ShmLedger(tmp_path).remove_files()) == 2
+    assert json.loads((tmp_path / LEDGER_FILE).read_text()) == {"files": []}
+    assert [path.exists() for path in files] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("replacement", ["file", "link"])
+def test_a_file_that_was_replaced_under_the_same_name_stays(
+    tmp_path: Path, files: list[Path], holder: tree.Process, replacement: str
+) -> None:
+    opened, mapped, _, other = files
+    ledger = ShmLedger(tmp_path)
+    ledger.note([holder])
+    if replacement == "file":
+        other.rename(opened)
+    else:
+        opened.rename(other)
+        opened.symlink_to(other)  # leads to the remembered inode
+    assert ledger.remove_files() == [str(mapped)]
+    assert opened.read_bytes() == bytes(4096)
+
+
+def test_a_file_that_is_gone_already_is_no_trouble(
+    tmp_path: Path, files: list[Path], holder: tree.Process
+) -> None:
+    ledger = ShmLedger(tmp_path)
+    ledger.note([holder])
+    files[0].unlink()
+    assert ledger.remove_files() == [str(files[1])]
+
+
+def test_files_seen_at_different_times_add_up(
+    tmp_path: Path, files: list[Path], holder: tree.Process
+) -> None:
+    ledger = ShmLedger(tmp_path)
+    ledger.note([holder])
+    ledger.note([])
+    assert len(ledger.remove_files()) == 2
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"files": []}'])
+def test_a_damaged_ledger_is_an_empty_one(tmp_path: Path, content: str) -> None:
+    (tmp_path / LEDGER_FILE).write_text(content)
+    assert ShmLedger(tmp_path).remove_files() == []
