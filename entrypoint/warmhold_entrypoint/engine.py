@@ -147,8 +147,8 @@ class Runner:
         self._advance(State.TRYING, f"starting in mode {attempt.mode}")
         _log.info("engine starting", mode=attempt.mode, argv=shlex.join(redact_argv(attempt.argv)))
         oom_kills = read_oom_kills()
-        self._keep_history(running=True, starts=self._history.starts + 1)
         self._start_process(attempt.argv)
+        self._keep_history(running=True, starts=self._history.starts + 1)
         self._prober = Prober(
             build_target(self._settings),
             env.canary_interval_s,

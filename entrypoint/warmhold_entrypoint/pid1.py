@@ -9,15 +9,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from . import tree
 from .errors import Exit
 from .files import read_json
 from .log import Log
+from .supervision import is_alive
 
 EXIT_FILE = "exit.json"
 _KILL_TIMEOUT_S = 10.0
+_HURRY_S = 5.0
+_HURRY_POLL_S = 0.01
 
 _log = Log("pid1")
 
@@ -33,6 +38,7 @@ def run_pid1(conf: Path, run_dir: Path) -> int:
         [sys.executable, "-m", "supervisor.supervisord", "-c", str(conf)], start_new_session=True
     )
     stop.forward_to(supervisord.pid)
+    hurry_supervisord(run_dir, lambda: stop.asked or supervisord.poll() is not None)
     status = _wait_for(supervisord.pid)
     left = tree.kill_members(None, _KILL_TIMEOUT_S)
     if left:
@@ -44,6 +50,18 @@ def run_pid1(conf: Path, run_dir: Path) -> int:
         return int(given_up["code"])
     _log.error("supervisord ended unasked", status=status)
     return Exit.BUG
+
+
+def hurry_supervisord(run_dir: Path, ended: Callable[[], bool]) -> None:
+    """Ask supervisord a question as soon as it listens, until it answers or `ended` says so.
+
+    It starts its programs after its first wait for events, which lasts a second when none comes.
+    """
+    deadline = time.monotonic() + _HURRY_S
+    while not ended() and time.monotonic() < deadline:
+        if is_alive(run_dir):
+            return
+        time.sleep(_HURRY_POLL_S)
 
 
 class _Stop:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make up` serves the demo model; `make test` sets up what it needs and runs every check. YES=1 agrees to
+# installing what is missing (Docker Engine, debootstrap, python3-venv); docker/host.sh says what and why.
+HOST := docker/host.sh
+PYTHON ?= python3
+UV ?= uv
+BIN := .venv/bin
+
+export GOAL := $(MAKECMDGOALS)
+
+.DEFAULT_GOAL := help
+.PHONY: help up down logs clean-state prepare test test-full lint unit image container container-full lock
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' Makefile
+
+up: ## set Docker up where it is missing, build, start, wait until ready
+down: ## stop and remove the container; its volumes stay
+logs: ## follow the container's log
+clean-state: ## like down, and remove the volumes: models, compile caches, snapshots
+prepare: ## Docker Engine and base image alone
+image: ## build the image
+up down logs clean-state prepare image:
+	@$(HOST) $@
+
+test: ## lint, unit and integration tests, image, container tests
+	@$(HOST) timed lint unit image container
+test-full: ## the same with the long container tests; reports go to bench/results
+	@$(HOST) timed lint unit image container-full
+
+lint: .venv/stamp ## ruff, mypy, shellcheck
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/shellcheck docker/host.sh .ci/run
+unit: .venv/stamp ## unit and integration tests: no Docker
+	$(BIN)/pytest tests/unit tests/integration
+container: .venv/stamp ## tests of the built image
+	@$(HOST) run $(BIN)/pytest tests/container -m "not full"
+container-full: .venv/stamp ## the same in whole
+	@WARMHOLD_TEST_REPORT_DIR=bench/results $(HOST) run $(BIN)/pytest tests/container
+
+.venv/stamp: requirements-dev.lock
+	@$(HOST) python $(PYTHON)
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --require-hashes -r requirements-dev.lock
+	@touch $@
+
+lock: ## pin the development requirements anew
+	$(UV) pip compile --quiet pyproject.toml --extra dev --universal --python-version 3.11 \
+		--generate-hashes --no-config --custom-compile-command "make lock" --output-file requirements-dev.lock
