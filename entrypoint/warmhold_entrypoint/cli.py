@@ -19,6 +19,7 @@ import click
 
 from . import VERSION
 from .errors import EntrypointError, Exit, Fault
+from .files import read_run_dir
 from .log import Log, configure_logging, redact_argv
 from .status import ask_status, build_metrics, render_status
 
@@ -27,10 +28,6 @@ from .status import ask_status, build_metrics, render_status
 _log = Log("boot")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HEALTH_TIMEOUT_S = 3.0
-
-
-def _run_dir() -> Path:
-    return Path(os.environ.get("WARMHOLD_RUN_DIR") or "/run/warmhold")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -71,7 +68,7 @@ def plan(as_json: bool, arguments: tuple[str, ...]) -> None:
     """Say what a start would do, and why; start nothing."""
     from . import start
 
-    arguments = arguments or start.read_command(_run_dir())
+    arguments = arguments or start.read_command(read_run_dir())
     _, made, faults, notes = start.make_plan(arguments)
     if as_json:
         click.echo(made.to_json())
@@ -111,17 +108,8 @@ def settings(markdown: bool) -> None:
 
 @cli.command()
 def engine() -> None:
-    """Run engines (started by supervisord)."""
-    from . import start
-    from .engine import run_engine
-
-    sys.exit(run_engine(start.read_command(_run_dir()), _run_dir()))
-
-
-@cli.command()
-def listener() -> None:
-    """End the container when the engine is given up (started by supervisord)."""
-    from .listener import main as run
+    """Run engines (supervisord starts the module itself, without this command line)."""
+    from .engine import main as run
 
     run()
 
@@ -133,12 +121,12 @@ def healthcheck(live: bool) -> None:
     if live:
         from .supervision import is_alive
 
-        if not is_alive(_run_dir()):
+        if not is_alive(read_run_dir()):
             click.echo("supervisord does not answer")
             sys.exit(Exit.FAILED)
         click.echo("alive")
         return
-    status = ask_status(_run_dir(), _HEALTH_TIMEOUT_S)
+    status = ask_status(read_run_dir(), _HEALTH_TIMEOUT_S)
     if status is None:
         click.echo("no answer from the engine's runner")
         sys.exit(Exit.FAILED)
@@ -150,7 +138,7 @@ def healthcheck(live: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def status(as_json: bool) -> None:
     """Show what happened: mode, state, restarts, last exit, phases."""
-    answer = ask_status(_run_dir(), _HEALTH_TIMEOUT_S)
+    answer = ask_status(read_run_dir(), _HEALTH_TIMEOUT_S)
     if answer is None:
         fault = Fault(
             "ready.no-runner",
@@ -171,19 +159,16 @@ def status(as_json: bool) -> None:
 def metrics(port: int | None) -> None:
     """Print Prometheus metrics of the supervision."""
     if port is None:
-        click.echo(build_metrics(ask_status(_run_dir(), _HEALTH_TIMEOUT_S)), nl=False)
+        click.echo(build_metrics(ask_status(read_run_dir(), _HEALTH_TIMEOUT_S)), nl=False)
         return
     from .metrics_server import serve_metrics
 
-    serve_metrics(port, _run_dir())
+    serve_metrics(port, read_run_dir())
 
 
 def main() -> NoReturn:
     """Run the command line; end with the exit code that the fault's kind has."""
-    configure_logging(
-        os.environ.get("WARMHOLD_LOG_FORMAT", "text"),
-        _level(os.environ.get("WARMHOLD_LOG_LEVEL", "info")),
-    )
+    configure_logging(os.environ)
     arguments = sys.argv[1:]
     try:
         if _is_foreign(arguments):
@@ -236,10 +221,6 @@ def _hide_secrets(variable: str, value: str) -> str:
         return shlex.join(redact_argv(shlex.split(value)))
     except ValueError:  # cannot be split, so what is secret in it is not known
         return "***"
-
-
-def _level(name: str) -> str:
-    return name if name.lower() in ("debug", "info", "warning", "error") else "info"
 
 
 def _say(faults: Sequence[Fault]) -> None:

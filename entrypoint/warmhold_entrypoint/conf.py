@@ -50,7 +50,7 @@ supervisor.ctl_factory=warmhold_entrypoint.ctl:make_plugin
 run_dir={run_dir}
 
 [program:engine]
-command={python} -m warmhold_entrypoint engine
+command={python} -m warmhold_entrypoint.engine
 autorestart=unexpected
 exitcodes={exit_codes}
 startsecs=0
@@ -59,7 +59,7 @@ stopwaitsecs={stop_wait_s}
 {logs}
 
 [eventlistener:end]
-command={python} -m warmhold_entrypoint listener
+command={python} -m warmhold_entrypoint.listener
 events=PROCESS_STATE_EXITED,PROCESS_STATE_FATAL
 autorestart=true
 startsecs=0

@@ -11,18 +11,20 @@ import json
 import os
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
 
 from . import tree
 from .engine_process import EngineProcess
 from .errors import EntrypointError, Exit, Fault, exit_code_of_status
 from .facts import read_oom_kills
-from .files import write_atomically
+from .files import read_run_dir, write_atomically
 from .history import LastExit, read_history, write_history
-from .log import Log, redact_argv
+from .log import Log, configure_logging, redact_argv
 from .loop import Loop
 from .phases import PhaseClock, Phases
 from .pid1 import EXIT_FILE
@@ -30,7 +32,7 @@ from .plan import Attempt, Plan, build_fetch_argv
 from .readiness import Event, Prober, Report, build_target
 from .settings import Settings
 from .shm import ShmLedger
-from .start import PLAN_FILE, log_plan, make_sound_plan, prepare_folders
+from .start import PLAN_FILE, log_plan, make_sound_plan, prepare_folders, read_command
 from .states import EDGES, State
 from .status import Status, StatusServer
 
@@ -349,18 +351,14 @@ class Runner:
 def run_engine(command: Sequence[str], run_dir: Path) -> int:
     """Given the container's command, run engines until the end; return the exit code."""
     tree.become_subreaper()
-    try:
-        settings, plan = make_sound_plan(command)
-    except EntrypointError as error:
-        leave_exit_code(run_dir, error.exit_code)
-        raise
+    settings, plan = make_sound_plan(command)
     log_plan(plan)
     uid = os.getuid() if plan.uid is None else plan.uid
     with ExitStack() as stack:
         loop = Loop()
         stack.callback(loop.close)
         runner = Runner(command, settings, plan, loop, uid)
-        server = StatusServer(settings.env.run_dir, loop, runner.status)
+        server = StatusServer(run_dir, loop, runner.status)
         stack.callback(server.close)
         return runner.run()
 
@@ -368,3 +366,24 @@ def run_engine(command: Sequence[str], run_dir: Path) -> int:
 def leave_exit_code(run_dir: Path, code: int) -> None:
     """Given the run directory, leave there the code with which PID 1 has to end the container."""
     write_atomically(run_dir / EXIT_FILE, json.dumps({"code": int(code)}))
+
+
+def main() -> NoReturn:
+    """Run engines as supervisord's program; tell faults and bugs to PID 1 as exit codes too."""
+    configure_logging(os.environ)
+    run_dir = read_run_dir()
+    try:
+        sys.exit(run_engine(read_command(run_dir), run_dir))
+    except EntrypointError as error:
+        for fault in error.faults:
+            sys.stderr.write(fault.lines() + "\n")
+        code = error.exit_code
+    except Exception as error:  # the last resort: a bug is told as one, and ends the container
+        _log.error("bug", exc_info=True, detail=f"{type(error).__name__}: {error}")
+        code = Exit.BUG
+    leave_exit_code(run_dir, code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,6 @@ The engine is started through the launcher, which takes its rights away. Its out
 one pipe, so that the runner can follow it and pass every byte on.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -32,11 +31,11 @@ class EngineProcess:
         on_line: Callable[[bytes], None],
         loop: Loop,
     ) -> None:
-        request = json.dumps({"uid": uid, "group": tree.ENGINE_GROUP})
+        request = [str(uid), str(tree.ENGINE_GROUP)]
         self._reader, writer = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_LAUNCHER), request, *argv],
+                [sys.executable, "-I", "-S", str(_LAUNCHER), *request, *argv],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=writer,

@@ -30,3 +30,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def read_run_dir() -> Path:
+    """Return the run directory of this container, as every command finds it before any settings."""
+    return Path(os.environ.get("WARMHOLD_RUN_DIR") or "/run/warmhold")

@@ -4,7 +4,7 @@
 Run as a script by the runner, with the standard library alone and without site-packages, because it
 stands between the runner and the engine at each start:
 
-    python -I -S launcher.py '{"uid": 0, "group": 30631}' program argument...
+    python -I -S launcher.py UID GROUP program argument...
 
 Afterwards the process has empty capability sets (bounding set too), `no_new_privs`, its own
 session, the engine's group, and a seccomp filter. The filter lets io_uring answer ENOSYS (CRIU
@@ -14,9 +14,7 @@ Sources: linux/prctl.h, linux/capability.h, linux/seccomp.h, linux/audit.h.
 
 import ctypes
 import errno
-import json
 import os
-import platform
 import resource
 import struct
 import sys
@@ -146,7 +144,7 @@ def drop_rights(uid: int, group: int, libc: ctypes.CDLL) -> None:
 def set_filter(libc: ctypes.CDLL) -> bool:
     """Set the seccomp filter; tell whether the kernel took it."""
     try:
-        instructions = build_filter(platform.machine())
+        instructions = build_filter(os.uname().machine)
     except KeyError:
         return False
     program = _Program(len(instructions) // 8, instructions)
@@ -160,13 +158,13 @@ def load_libc() -> ctypes.CDLL:
 
 def main() -> None:
     """Drop all rights and exec the given program; end with 126 or 127 as a shell does."""
-    request, program = json.loads(sys.argv[1]), sys.argv[2:]
+    uid, group, program = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     libc = load_libc()
     os.setsid()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    drop_rights(request["uid"], request["group"], libc)
+    drop_rights(uid, group, libc)
     if not set_filter(libc):
         sys.stderr.write("warmhold.launcher: the engine runs without its seccomp filter\n")
     try:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from typing import TextIO
 
-from .log import Log
+from .log import Log, configure_logging
 
 _log = Log("listener")
 
@@ -51,4 +51,9 @@ def _events(requests: TextIO, answers: TextIO) -> Iterable[tuple[str, dict[str, 
 
 def main() -> None:
     """Serve the listener protocol on this process's own streams."""
+    configure_logging(os.environ)
     run_listener(sys.stdin, sys.stdout, os.getppid())
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .arguments import is_option
 
@@ -67,13 +67,18 @@ class Log:
         self._logger.error(message, extra={"fields": fields}, exc_info=exc_info)
 
 
-def configure_logging(log_format: str, level: str) -> None:
-    """Given `text` or `json` and a level name, send all of warmhold's events to stderr."""
+def configure_logging(environ: Mapping[str, str]) -> None:
+    """Given the environment, send all of warmhold's events to stderr in the form it asks for.
+
+    A value that is none is a fault of the settings; here it means the default.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
+    as_json = environ.get("WARMHOLD_LOG_FORMAT") == "json"
+    handler.setFormatter(_JsonFormatter() if as_json else _TextFormatter())
+    level = environ.get("WARMHOLD_LOG_LEVEL", "").upper()
     root = logging.getLogger("warmhold")
     root.handlers = [handler]
-    root.setLevel(level.upper())
+    root.setLevel(level if level in ("DEBUG", "INFO", "WARNING", "ERROR") else "INFO")
     root.propagate = False
 
 

@@ -6,17 +6,15 @@ asked for (the canary), at the start and whenever nothing else made progress lat
 the questions, because an answer may take seconds; it sends a `Report` of each change to the loop.
 """
 
-import http.client
 import json
 import queue
-import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
+from .engine_http import ProbeError, Target, request
 from .settings import Settings
 
 _PROGRESS = (
@@ -47,35 +45,6 @@ class Report:
     reason: str
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where and how the engine is asked; `key` is sent as a bearer token, to the canary alone."""
-
-    host: str
-    port: int
-    uds: str | None
-    tls: bool
-    root_path: str
-    model: str
-    key: str | None = field(repr=False)
-
-    @property
-    def url(self) -> str:
-        """The engine's address inside the container."""
-        if self.uds:
-            return f"unix://{self.uds}{self.root_path}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'https' if self.tls else 'http'}://{host}:{self.port}{self.root_path}"
-
-
-class ProbeError(Exception):
-    """The engine did not answer as a serving one does; `status` is the HTTP status, 0 for none."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        self.status = status
-        super().__init__(message)
-
-
 def build_target(settings: Settings) -> Target:
     """Given settings, return how to reach the engine; a wildcard address is asked over loopback."""
     arguments = settings.arguments
@@ -93,7 +62,7 @@ def build_target(settings: Settings) -> Target:
 
 def probe_health(target: Target, timeout_s: float) -> None:
     """Given a target, ask GET /health; raise ProbeError unless it answers 200 in time."""
-    _request(target, "GET", "/health", timeout_s)
+    request(target, "GET", "/health", timeout_s)
 
 
 def probe_canary(target: Target, timeout_s: float) -> bool:
@@ -103,7 +72,7 @@ def probe_canary(target: Target, timeout_s: float) -> bool:
     """
     body = json.dumps({"model": target.model, "prompt": "1", "max_tokens": 1, "temperature": 0})
     try:
-        answer = json.loads(_request(target, "POST", "/v1/completions", timeout_s, body))
+        answer = json.loads(request(target, "POST", "/v1/completions", timeout_s, body))
         if answer["usage"]["completion_tokens"] != 1:
             raise ProbeError(
                 f"the canary got {answer['usage']['completion_tokens']} tokens for one"
@@ -120,7 +89,7 @@ def probe_canary(target: Target, timeout_s: float) -> bool:
 def read_progress(target: Target, timeout_s: float) -> float:
     """Return the sum of vLLM's counters of finished requests and tokens; it only ever grows."""
     total = 0.0
-    for line in _request(target, "GET", "/metrics", timeout_s).splitlines():
+    for line in request(target, "GET", "/metrics", timeout_s).splitlines():
         if line.startswith(_PROGRESS):
             total += float(line.rpartition(b" ")[2])
     return total
@@ -208,54 +177,3 @@ class Prober:
         if not self._stopped.is_set():
             self.reports.put(Report(event, reason))
             self._wake()
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__("localhost", timeout=timeout_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
-def _connect(target: Target, timeout_s: float) -> http.client.HTTPConnection:
-    if target.uds:
-        return _UnixConnection(target.uds, timeout_s)
-    if target.tls:
-        # The certificate is the user's, for his own host name; over loopback it proves nothing.
-        context = ssl.create_default_context()
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        return http.client.HTTPSConnection(
-            target.host, target.port, timeout=timeout_s, context=context
-        )
-    return http.client.HTTPConnection(target.host, target.port, timeout=timeout_s)
-
-
-def _request(
-    target: Target, method: str, path: str, timeout_s: float, body: str | None = None
-) -> bytes:
-    """Ask once on a connection of its own; raise ProbeError for all but 200."""
-    headers = {"Connection": "close"}
-    if body is not None:
-        headers["Content-Type"] = "application/json"
-        if target.key:
-            headers["Authorization"] = f"Bearer {target.key}"
-    connection = _connect(target, timeout_s)
-    try:
-        connection.request(method, target.root_path + path, body, headers)
-        response = connection.getresponse()
-        answer = response.read(4 << 20)
-    except ValueError:
-        raise ProbeError(f"{method} {path}: the API key cannot be sent") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise ProbeError(f"{method} {path}: {error or type(error).__name__}") from error
-    finally:
-        connection.close()
-    if response.status != 200:
-        text = answer[:200].decode(errors="replace")
-        raise ProbeError(f"{method} {path}: HTTP {response.status} {text}", response.status)
-    return answer

@@ -204,9 +204,8 @@ def test_leftovers_of_an_earlier_engine_are_ended_first(
     stack = make_stack()
     script = tmp_path / "pre.sh"
     launcher = ROOT / "entrypoint" / "warmhold_entrypoint" / "launcher.py"
-    request = json.dumps({"uid": 0, "group": 30631})
     script.write_text(
-        f"{sys.executable} -I -S {launcher} '{request}' sleep 3600 &\n"
+        f"{sys.executable} -I -S {launcher} 0 30631 sleep 3600 &\n"
         f"sleep 0.3\nexec {sys.executable} -m warmhold_entrypoint --port {stack.port}\n"
     )
     with stack.log.open("ab") as log:

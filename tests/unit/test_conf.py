@@ -47,8 +47,8 @@ def test_no_user_data_is_in_the_text() -> None:
 def test_supervisord_reads_it_as_meant(tmp_path: Path) -> None:
     found = programs(settings(RUN_DIR=str(tmp_path), DRAIN_S="45", METRICS_PORT="9100"))
     assert set(found) == {"engine", "end", "metrics"}
-    assert found["engine"].command.endswith(" -m warmhold_entrypoint engine")
-    assert found["end"].command.endswith(" -m warmhold_entrypoint listener")
+    assert found["engine"].command.endswith(" -m warmhold_entrypoint.engine")
+    assert found["end"].command.endswith(" -m warmhold_entrypoint.listener")
     assert found["metrics"].command.endswith(" metrics --port 9100")
     assert found["engine"].stopwaitsecs == 45 + 30
     assert found["engine"].startsecs == 0

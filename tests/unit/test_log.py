@@ -22,7 +22,7 @@ def logging_as_before() -> Iterator[None]:
 
 
 def test_text(capsys: Capture) -> None:
-    configure_logging("text", "info")
+    configure_logging({})
     LOG.info("plan made", mode="disk", count=3, took_s=1.23456, nothing=None)
     stdout, stderr = capsys.readouterr()
     assert stdout == ""
@@ -45,13 +45,13 @@ def test_text(capsys: Capture) -> None:
     ],
 )
 def test_text_values_are_quoted_where_needed(capsys: Capture, value: str, shown: str) -> None:
-    configure_logging("text", "info")
+    configure_logging({})
     LOG.info("m", value=value)
     assert capsys.readouterr().err.endswith(f" m value={shown}\n")
 
 
 def test_json(capsys: Capture) -> None:
-    configure_logging("json", "info")
+    configure_logging({"WARMHOLD_LOG_FORMAT": "json"})
     LOG.warning("m", text='two\n"lines"', number=1.5, items=["a"], other={"s"})
     (line,) = capsys.readouterr().err.splitlines()
     entry = json.loads(line)
@@ -69,7 +69,7 @@ def test_json(capsys: Capture) -> None:
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_a_traceback_is_kept(capsys: Capture, log_format: str) -> None:
-    configure_logging(log_format, "info")
+    configure_logging({"WARMHOLD_LOG_FORMAT": log_format})
     try:
         raise ValueError("why")
     except ValueError:
@@ -84,7 +84,7 @@ def test_a_traceback_is_kept(capsys: Capture, log_format: str) -> None:
     [("debug", "diwe"), ("info", "iwe"), ("warning", "we"), ("error", "e"), ("WARNING", "we")],
 )
 def test_levels(capsys: Capture, level: str, shown: str) -> None:
-    configure_logging("text", level)
+    configure_logging({"WARMHOLD_LOG_LEVEL": level})
     LOG.debug("d")
     LOG.info("i")
     LOG.warning("w")
@@ -94,8 +94,8 @@ def test_levels(capsys: Capture, level: str, shown: str) -> None:
 
 
 def test_configured_twice_logs_once(capsys: Capture) -> None:
-    configure_logging("json", "info")
-    configure_logging("text", "info")
+    configure_logging({"WARMHOLD_LOG_FORMAT": "json"})
+    configure_logging({})
     LOG.info("m")
     assert len(capsys.readouterr().err.splitlines()) == 1
 
