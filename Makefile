@@ -9,7 +9,7 @@ BIN := .venv/bin
 export GOAL := $(MAKECMDGOALS)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down logs clean-state prepare test test-full lint unit image container container-full lock
+.PHONY: help up down logs clean-state prepare test test-full lint unit image container container-full tables lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +45,9 @@ container-full: .venv/stamp ## the same in whole
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --require-hashes -r requirements-dev.lock
 	@touch $@
+
+tables: .venv/stamp ## write the README's tables of settings and exit codes
+	PYTHONPATH=entrypoint $(BIN)/python tests/readme_tables.py
 
 lock: ## pin the development requirements anew
 	$(UV) pip compile --quiet pyproject.toml --extra dev --universal --python-version 3.11 \

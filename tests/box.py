@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import tarfile
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,21 @@ from testcontainers.compose import DockerCompose
 from docker import DockerClient
 
 PATIENCE_S = 600.0
+# Starts of the real engine by stack, once the stack has been taken down.
+REAL_STARTS: dict[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One kill that was survived: who, the restart in seconds, private memory in MiB."""
+
+    kind: str
+    total_s: float
+    before: int
+    after: int
+
+
+KILLS: list[Kill] = []
 # The tree's members and their rights, read inside, where PIDs mean the same as in the log.
 _TREE = """
 import json, pathlib

@@ -10,6 +10,7 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import Fault
 
@@ -27,6 +28,8 @@ class EngineArguments:
     """The user's argv for vLLM, in order and byte-exact, with the options that concern us."""
 
     argv: tuple[str, ...] = ()
+    # What a file given by --config says, as arguments; a later one of the command wins, as in vLLM.
+    config: tuple[str, ...] = ()
 
     def value(self, option: str) -> str | None:
         """Given a long option, return its last value, or None where it is absent."""
@@ -36,24 +39,23 @@ class EngineArguments:
     def values(self, option: str) -> tuple[str, ...]:
         """Given a long option, return all values of its last occurrence."""
         found: tuple[str, ...] = ()
-        for name, values, _ in self._options():
+        for name, values in self._all_options():
             if name == option:
                 found = values
         return found
 
     def has(self, option: str) -> bool:
         """Given a long option or flag, tell whether it occurs."""
-        return any(name == option for name, _, _ in self._options())
+        return any(name == option for name, _ in self._all_options())
 
     def without(self, option: str) -> "EngineArguments":
         """Given a long option, return the arguments without it and its values."""
         dropped: set[int] = set()
-        for name, _, positions in self._options():
+        for name, _, positions in _options(self.argv):
             if name == option:
                 dropped.update(positions)
-        return EngineArguments(
-            tuple(item for index, item in enumerate(self.argv) if index not in dropped)
-        )
+        kept = tuple(item for index, item in enumerate(self.argv) if index not in dropped)
+        return EngineArguments(kept, self.config)
 
     @property
     def port(self) -> int:
@@ -84,24 +86,10 @@ class EngineArguments:
             count *= max(1, int(text)) if text.isascii() and text.isdigit() else 1
         return count
 
-    def _options(self) -> Iterator[tuple[str, tuple[str, ...], range]]:
-        """Yield each option with its values and the positions that it takes in argv."""
-        index = 0
-        while index < len(self.argv):
-            item = self.argv[index]
-            if not is_option(item):
-                index += 1
-                continue
-            name, equals, inline = item.partition("=")
-            end = index + 1
-            if equals:
-                values: tuple[str, ...] = (inline,)
-            else:
-                while end < len(self.argv) and not is_option(self.argv[end]):
-                    end += 1
-                values = self.argv[index + 1 : end]
-            yield _canonical(name), values, range(index, end)
-            index = end
+    def _all_options(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        for argv in (self.config, self.argv):
+            for name, values, _ in _options(argv):
+                yield name, values
 
 
 def parse_arguments(command: Sequence[str], extra: str) -> tuple[EngineArguments, list[Fault]]:
@@ -122,8 +110,11 @@ def parse_arguments(command: Sequence[str], extra: str) -> tuple[EngineArguments
                 "close every quote; the words are split as a shell splits them",
             )
         )
-    arguments = EngineArguments((*command, *words))
-    faults.extend(_json_faults(arguments))
+    argv = (*command, *words)
+    config, config_faults = _read_config(EngineArguments(argv).value("--config"))
+    arguments = EngineArguments(argv, config)
+    faults.extend(config_faults)
+    faults.extend(_json_faults(argv))
     port = arguments.value("--port")
     if port is not None and not 1 <= arguments.port <= 65535:
         faults.append(
@@ -132,8 +123,48 @@ def parse_arguments(command: Sequence[str], extra: str) -> tuple[EngineArguments
     return arguments, faults
 
 
-def _json_faults(arguments: EngineArguments) -> Iterator[Fault]:
-    for name, values, _ in arguments._options():
+def _read_config(path: str | None) -> tuple[tuple[str, ...], list[Fault]]:
+    """Given vLLM's --config file, return what it says as arguments, and why it cannot be read."""
+    if path is None:
+        return (), []
+    import yaml  # costs 20 ms, so only where there is such a file
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        entries = dict(content or {}).items()
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        detail = " ".join(str(error).split())
+        remedy = "mount a YAML file of vLLM options there, `port: 8000` a line"
+        return (), [Fault("arguments.config", f"--config {path}: {detail}", remedy)]
+    argv: list[str] = []
+    for name, value in entries:
+        if value is False:
+            continue
+        argv.append(f"--{name}")
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        argv += [str(item) for item in values]
+    return tuple(argv), []
+
+
+def _options(argv: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], range]]:
+    """Yield each option with its values and the positions that it takes in argv."""
+    index = 0
+    while index < len(argv):
+        item = argv[index]
+        if not is_option(item):
+            index += 1
+            continue
+        name, equals, inline = item.partition("=")
+        end = index + 1
+        while not equals and end < len(argv) and not is_option(argv[end]):
+            end += 1
+        values = (inline,) if equals else tuple(argv[index + 1 : end])
+        yield _canonical(name), values, range(index, end)
+        index = end
+
+
+def _json_faults(argv: Sequence[str]) -> Iterator[Fault]:
+    for name, values, _ in _options(argv):
         for value in values:
             if name in _NOT_JSON or not value.lstrip().startswith("{"):
                 continue

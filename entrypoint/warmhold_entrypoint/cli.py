@@ -85,16 +85,10 @@ def plan(as_json: bool, arguments: tuple[str, ...]) -> None:
 
 
 @cli.command()
-@click.option("--markdown", is_flag=True, help="As the README has it.")
-def settings(markdown: bool) -> None:
+def settings() -> None:
     """List every setting, its value here, its default and its meaning."""
     from .settings import read_settings, settings_table
 
-    if markdown:
-        click.echo("| variable | default | meaning |\n|---|---|---|")
-        for name, default, meaning in settings_table():
-            click.echo(f"| `{name}` | `{default}` | {meaning} |")
-        return
     current, faults, notes = read_settings(os.environ, ())
     values = current.env.model_dump().values()
     for (name, default, meaning), value in zip(settings_table(), values, strict=True):

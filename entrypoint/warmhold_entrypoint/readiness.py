@@ -22,6 +22,8 @@ _PROGRESS = (
     b"vllm:generation_tokens_total",
     b"vllm:prompt_tokens_total",
 )
+# What the web framework says where there is no such route; an unknown model reads differently.
+_NO_ROUTE = '{"detail":"Not Found"}'
 _START_POLL_S = 0.2
 _DEGRADED_POLL_S = 2.0
 _HEALTH_TIMEOUT_S = 4.0
@@ -80,7 +82,7 @@ def probe_canary(target: Target, timeout_s: float) -> bool:
     except (ValueError, KeyError, TypeError) as error:
         raise ProbeError(f"the canary's answer is no completion: {error!r}") from error
     except ProbeError as error:
-        if error.status in (404, 405) and "Not Found" in str(error):
+        if error.status == 405 or (error.status == 404 and _NO_ROUTE in str(error)):
             return False
         raise
     return True

@@ -47,11 +47,13 @@ def prepare_folders(settings: Settings, plan: Plan) -> None:
     """
     uid = os.getuid() if plan.uid is None else plan.uid
     cache = Path(plan.cache_dir)
-    folders = [settings.env.run_dir, settings.env.state_dir, cache.parent, cache, cache / "home"]
-    for folder in folders:
+    of_engine = [cache, cache / "home"]
+    if plan.model_directory is None:
+        of_engine.append(settings.env.models_dir / "hub")  # the download runs without rights too
+    for folder in [settings.env.run_dir, settings.env.state_dir, cache.parent, *of_engine]:
         try:
             folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-            if folder in (cache, cache / "home") and folder.stat().st_uid != uid:
+            if folder in of_engine and folder.stat().st_uid != uid:
                 os.chown(folder, uid, uid)
         except OSError as error:
             raise EntrypointError(

@@ -6,18 +6,18 @@ bounded by `test_zz_budget.py`.
 """
 
 import os
+import platform
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from datetime import UTC, datetime
 
 import pytest
-from box import Box, RealStack
+from box import KILLS, REAL_STARTS, Box, RealStack
 from stack import ROOT, free_port
 from testcontainers.compose import DockerCompose
 
 import docker
 from docker import DockerClient
 
-REAL_STARTS: dict[str, int] = {}
 IMAGE = os.environ.get("WARMHOLD_IMAGE", "warmhold:cpu")
 
 
@@ -65,7 +65,11 @@ def compose_stack(
         compose = DockerCompose(ROOT, compose_file_name=files, wait=True)
         stack = RealStack(compose, engine, port)
         try:
-            compose.start()
+            try:
+                compose.start()
+            except Exception:
+                print(stack.log()[-8000:])
+                raise
             yield stack
         finally:
             REAL_STARTS[name] = stack.log().count("engine starting")
@@ -98,9 +102,39 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if REAL_STARTS:
         counts = ", ".join(f"{name} {count}" for name, count in REAL_STARTS.items())
         terminalreporter.write_line(f"real engine starts: {sum(REAL_STARTS.values())} ({counts})")
-
-
-@pytest.fixture
-def report_folder() -> Path | None:
     folder = os.environ.get("WARMHOLD_TEST_REPORT_DIR")
-    return ROOT / folder if folder else None
+    if folder:
+        path = ROOT / folder / f"test-full-{datetime.now(UTC):%Y-%m-%d}.md"
+        path.write_text(build_report(terminalreporter), encoding="utf-8")
+        terminalreporter.write_line(f"report: {path.relative_to(ROOT)}")
+
+
+def build_report(reporter: pytest.TerminalReporter) -> str:
+    """The session as a dated page: machine, image, outcomes, and every restart after a kill."""
+    image = docker.from_env().images.get(IMAGE)
+    counts = {name: len(reporter.getreports(name)) for name in ("passed", "failed", "error")}
+    lines = [
+        f"# `make test-full`, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "",
+        f"- kernel {platform.release()}, {os.cpu_count()} CPUs, Docker"
+        f" {docker.from_env().version()['Version']}, image {image.short_id}",
+        f"- container tests: {', '.join(f'{count} {name}' for name, count in counts.items())}",
+        f"- real engine starts: {sum(REAL_STARTS.values())} {REAL_STARTS}",
+        "",
+        "| killed | pass | restart to first token, s | private memory before, MiB | after, MiB |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {kill.kind} | {index + 1} | {kill.total_s:.1f} | {kill.before} | {kill.after} |"
+            for index, kill in enumerate(KILLS)
+        ),
+        "",
+        "| test | outcome | s |",
+        "|---|---|---|",
+        *(
+            f"| `{item.nodeid.rpartition('::')[2]}` | {item.outcome} | {item.duration:.1f} |"
+            for name in ("passed", "failed")
+            for item in reporter.getreports(name)
+        ),
+        "",
+    ]
+    return "\n".join(lines)

@@ -2,8 +2,7 @@
 """Cost is part of the design: how many real engine starts the container tests made. Runs last."""
 
 import pytest
-from box import RealStack
-from conftest import REAL_STARTS
+from box import REAL_STARTS, RealStack
 
 pytestmark = pytest.mark.container
 MAX_REAL_STARTS = 12

@@ -209,3 +209,27 @@ def test_worker_count(argv: list[str], workers: int) -> None:
 )
 def test_tls_and_root_path(argv: list[str], tls: bool, root_path: str) -> None:
     assert (arguments(*argv).tls, arguments(*argv).root_path) == (tls, root_path)
+
+
+def test_a_config_file_is_read_and_the_command_wins(tmp_path: Path) -> None:
+    config = tmp_path / "vllm.yaml"
+    config.write_text("port: 9000\nserved_model_name: [a, b]\nenforce_eager: true\nquiet: false\n")
+    arguments, faults = parse_arguments(["--config", str(config)], "")
+    assert faults == []
+    assert arguments.port == 9000
+    assert arguments.values("--served-model-name") == ("a", "b")
+    assert arguments.has("--enforce-eager")
+    assert not arguments.has("--quiet")
+    assert arguments.argv == ("--config", str(config))
+    assert parse_arguments(["--config", str(config), "--port", "9001"], "")[0].port == 9001
+    assert arguments.without("--config").port == 9000
+
+
+@pytest.mark.parametrize("text", [None, "port: [1", "- a\n- b\n"])
+def test_a_config_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
+    config = tmp_path / "vllm.yaml"
+    if text is not None:
+        config.write_text(text)
+    _, faults = parse_arguments(["--config", str(config)], "")
+    assert [fault.code for fault in faults] == ["arguments.config"]
+    assert str(config) in faults[0].detail

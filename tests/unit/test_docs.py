@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents that are made from code, or name what code has, are not stale."""
+
+import re
+from pathlib import Path
+
+import warmhold_entrypoint
+from readme_tables import fill_in
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PACKAGE = Path(warmhold_entrypoint.__file__).parent
+
+
+def test_the_readme_has_the_tables_of_the_code() -> None:
+    assert fill_in(README) == README, "run `make tables`"
+
+
+def test_every_reason_code_is_in_the_readme() -> None:
+    code = re.compile(
+        r'"((?:settings|arguments|model|memory|shm|port|rights|mode|ready|usage|bug|snapshot'
+        r'|ipc_cache)\.[a-z-]+)"'
+    )
+    found = {match for path in PACKAGE.glob("*.py") for match in code.findall(path.read_text())}
+    found = {item for item in found if not re.search(r"\.(json|max|events)$", item)}  # file names
+    assert len(found) > 15
+    documented = set(re.findall(r"`([a-z_]+\.[a-z*-]+)`", README))
+    kinds = {entry.removesuffix("*") for entry in documented if entry.endswith("*")}
+    missing = {item for item in found - documented if item.split(".")[0] + "." not in kinds}
+    assert missing == set()
+
+
+def test_every_make_target_of_the_readme_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE)):
+        assert re.search(rf"^({target}|[a-z -]*\b{target}\b[a-z -]*):", makefile, re.MULTILINE), (
+            target
+        )
+
+
+def test_bench_notes_have_a_command_for_every_number() -> None:
+    notes = (ROOT / "bench/NOTES.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## ", notes, flags=re.MULTILINE)[1:]
+    assert sections
+    for section in sections:
+        assert "```" in section, section.splitlines()[0]
