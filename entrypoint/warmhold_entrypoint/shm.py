@@ -2,49 +2,38 @@
 """Which files in /dev/shm are an engine's, and their removal once it has ended.
 
 A name proves nothing, since others may share the folder; that a process of the engine held the file
-does. What was seen is kept by path and inode in the run directory, which lives as long as /dev/shm
-does, so that a later runner can remove what a killed one could not.
+does. Files are told by inode: glibc maps a semaphore under a name that it then links to another.
+What was seen is kept in the run directory, which lives as long as /dev/shm does, so that a later
+runner can remove what a killed one could not.
 """
 
 import json
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from .files import read_json, write_atomically
 from .tree import Process
 
 LEDGER_FILE = "shm.json"
-_FOLDER = "/dev/shm/"
-_MAPPING = re.compile(r"^[0-9a-f]+-\S+ \S+ \S+ \S+ (\d+) +(/dev/shm/.+?)( \(deleted\))?$")
+_FOLDER = Path("/dev/shm")
+_MAPPING = re.compile(r"^[0-9a-f]+-\S+ \S+ \S+ \S+ (\d+) +/dev/shm/", re.MULTILINE)
 
 
-@dataclass(frozen=True, order=True)
-class ShmFile:
-    """A file in /dev/shm that a process had open or mapped."""
-
-    path: str
-    inode: int
-
-
-def find_shm_files(processes: Iterable[Process]) -> set[ShmFile]:
-    """Given processes, return the files below /dev/shm that they hold open or mapped now."""
-    found: set[ShmFile] = set()
+def find_inodes(processes: Iterable[Process]) -> set[int]:
+    """Given processes, return the inodes of /dev/shm that they hold open or mapped now."""
+    found: set[int] = set()
     for process in processes:
         folder = Path("/proc", str(process.pid))
         with suppress(OSError):
-            for line in (folder / "maps").read_text(errors="replace").splitlines():
-                match = _MAPPING.match(line)
-                if match and not match[3]:
-                    found.add(ShmFile(match[2], int(match[1])))
+            maps = (folder / "maps").read_text(errors="replace")
+            found.update(int(inode) for inode in _MAPPING.findall(maps))
         with suppress(OSError):
             for link in (folder / "fd").iterdir():
                 with suppress(OSError):
-                    target = str(link.readlink())
-                    if target.startswith(_FOLDER) and not target.endswith(" (deleted)"):
-                        found.add(ShmFile(target, link.stat().st_ino))
+                    if link.readlink().parts[:3] == _FOLDER.parts:
+                        found.add(link.stat().st_ino)
     return found
 
 
@@ -53,33 +42,27 @@ class ShmLedger:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LEDGER_FILE
-        entries = (read_json(self._path) or {}).get("files", [])
-        self._files = {ShmFile(path, inode) for path, inode in entries}
+        self._inodes = set((read_json(self._path) or {}).get("inodes", []))
 
     def note(self, processes: Iterable[Process]) -> None:
         """Given the engine's processes, remember the files that they hold now."""
-        files = self._files | find_shm_files(processes)
-        if files != self._files:
-            self._files = files
+        inodes = self._inodes | find_inodes(processes)
+        if inodes != self._inodes:
+            self._inodes = inodes
             self._write()
 
     def remove_files(self) -> list[str]:
-        """Remove the remembered files that are still the same; call it when the engine has ended.
-
-        Return the paths that were removed.
-        """
+        """Remove the remembered files; call it when the engine has ended. Return their paths."""
         removed = []
-        for file in sorted(self._files):
-            path = Path(file.path)
-            with suppress(OSError):
-                if path.lstat().st_ino == file.inode:
-                    path.unlink()
-                    removed.append(file.path)
-        if self._files:
-            self._files = set()
+        if self._inodes:
+            for path in sorted(_FOLDER.iterdir()):
+                with suppress(OSError):
+                    if path.lstat().st_ino in self._inodes:
+                        path.unlink()
+                        removed.append(str(path))
+            self._inodes = set()
             self._write()
         return removed
 
     def _write(self) -> None:
-        entries = [[file.path, file.inode] for file in sorted(self._files)]
-        write_atomically(self._path, json.dumps({"files": entries}))
+        write_atomically(self._path, json.dumps({"inodes": sorted(self._inodes)}))

@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from box import KILLS, REAL_STARTS, Box, RealStack
@@ -49,7 +50,7 @@ def run_fake(engine: DockerClient) -> Iterator[Callable[..., Box]]:
 
 
 def compose_stack(
-    engine: DockerClient, name: str, files: list[str], environment: dict[str, str]
+    engine: DockerClient, name: str, folder: Path, files: list[str], environment: dict[str, str]
 ) -> Iterator[RealStack]:
     """A stack of the shipped compose file under its own project name, removed with its volumes."""
     port = free_port()
@@ -59,27 +60,28 @@ def compose_stack(
         "WARMHOLD_KV_CACHE_GIB": "1",
         **environment,
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for variable, value in settings.items():
-            patch.setenv(variable, value)
-        compose = DockerCompose(ROOT, compose_file_name=files, wait=True)
-        stack = RealStack(compose, engine, port)
+    # A file, because variables of this process would reach every other stack too.
+    env_file = folder / f"{name}.env"
+    env_file.write_text("".join(f"{variable}={value}\n" for variable, value in settings.items()))
+    compose = DockerCompose(ROOT, compose_file_name=files, env_file=str(env_file), wait=True)
+    stack = RealStack(compose, engine, port)
+    try:
         try:
-            try:
-                compose.start()
-            except Exception:
-                print(stack.log()[-8000:])
-                raise
-            yield stack
-        finally:
-            REAL_STARTS[name] = stack.log().count("engine starting")
-            compose.stop(down=True)
+            compose.start()
+        except Exception:
+            print(stack.log()[-8000:])
+            raise
+        yield stack
+    finally:
+        REAL_STARTS[name] = stack.log().count("engine starting")
+        compose.stop(down=True)
 
 
 @pytest.fixture(scope="session")
-def real(engine: DockerClient) -> Iterator[RealStack]:
+def real(engine: DockerClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
     """The default: `docker compose up --wait` with the demo model, compiled, from empty caches."""
-    yield from compose_stack(engine, "warmhold-test", ["compose.yaml"], {})
+    folder = tmp_path_factory.mktemp("real")
+    yield from compose_stack(engine, "warmhold-test", folder, ["compose.yaml"], {})
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +97,7 @@ def guarded(engine: DockerClient, tmp_path_factory: pytest.TempPathFactory) -> I
         "WARMHOLD_MODEL": "warmhold/demo",
         "HF_HUB_OFFLINE": "1",
     }
-    yield from compose_stack(engine, "warmhold-guarded", files, environment)
+    yield from compose_stack(engine, "warmhold-guarded", folder, files, environment)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -74,7 +74,7 @@ def test_any_user(run_fake: RunFake) -> None:
     box = run_fake(
         user="12345:12345",
         cap_drop=["ALL"],
-        tmpfs={"/var/lib/warmhold": "mode=0777", "/run/warmhold": "mode=0777"},
+        tmpfs={"/var/lib/warmhold": "uid=12345", "/run/warmhold": "uid=12345"},
     )
     box.wait_ready()
     assert box.run("supervisorctl", "restart", "engine")[0] == 0
@@ -83,7 +83,7 @@ def test_any_user(run_fake: RunFake) -> None:
 
 
 def test_an_unwritable_volume(run_fake: RunFake) -> None:
-    box = run_fake(user="12345:12345", tmpfs={"/run/warmhold": "mode=0777"})
+    box = run_fake(user="12345:12345", tmpfs={"/run/warmhold": "uid=12345"})
     assert box.wait_end() == 77
     assert (
         "error: rights.not-writable: /var/lib/warmhold is not writable for uid 12345" in box.log()
@@ -128,7 +128,7 @@ def test_another_command_is_executed_as_given(engine: DockerClient) -> None:
 def test_what_the_image_has_and_has_not(engine: DockerClient) -> None:
     script = (
         "criu --version; supervisord --version; ! test -s /etc/machine-id && echo no-machine-id;"
-        "cat /opt/warmhold/build-id; command -v ip iptables g++ openssl; "
+        "cat /opt/warmhold/build-id; for t in ip iptables g++ openssl; do command -v $t; done; "
         "! ls /run/secrets/* 2>/dev/null && echo no-secrets"
     )
     text = engine.containers.run("warmhold:cpu", ["sh", "-c", script], remove=True).decode()

@@ -2,15 +2,15 @@
 """Files in /dev/shm: whose they are is seen from who holds them, never from a name."""
 
 import json
+import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from warmhold_entrypoint import tree
-from warmhold_entrypoint.shm import LEDGER_FILE, ShmFile, ShmLedger, find_shm_files
+from warmhold_entrypoint.shm import LEDGER_FILE, ShmLedger, find_inodes
 
 # Holds the first file open, the second mapped, and the third in both ways but deleted.
 HOLDER = """
@@ -25,22 +25,24 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="warmhold test ", dir="/dev/shm") as name:
-        yield Path(name)
-
-
-@pytest.fixture
-def files(folder: Path) -> list[Path]:
+def files() -> Iterator[list[Path]]:
     """Four files; the holder gets all but the last."""
-    made = [folder / name for name in ("open", "mapped", "deleted", "of another")]
+    prefix = f"warmhold test {os.getpid()} "
+    made = [Path("/dev/shm", prefix + name) for name in ("1 open", "2 mapped", "3 deleted", "4")]
     for path in made:
         path.write_bytes(bytes(4096))
-    return made
+    yield made
+    for path in Path("/dev/shm").glob(prefix + "*"):
+        path.unlink()
 
 
 @pytest.fixture
-def holder(files: list[Path]) -> Iterator[tree.Process]:
+def inodes(files: list[Path]) -> list[int]:
+    return [path.stat().st_ino for path in files]
+
+
+@pytest.fixture
+def holder(files: list[Path], inodes: list[int]) -> Iterator[tree.Process]:
     argv = [sys.executable, "-c", HOLDER, *map(str, files[:3])]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline()
@@ -49,15 +51,14 @@ def holder(files: list[Path]) -> Iterator[tree.Process]:
         yield found
 
 
-def test_files_are_found_by_who_holds_them(files: list[Path], holder: tree.Process) -> None:
-    opened, mapped, _, _ = files
-    assert find_shm_files([holder]) == {
-        ShmFile(str(path), path.stat().st_ino) for path in (opened, mapped)
-    }
+def test_files_are_found_by_who_holds_them(
+    files: list[Path], inodes: list[int], holder: tree.Process
+) -> None:
+    assert find_inodes([holder]) == set(inodes[:3])
 
 
 def test_nobody_and_the_dead_hold_nothing(child_gone: tree.Process) -> None:
-    assert find_shm_files([]) == find_shm_files([child_gone]) == set()
+    assert find_inodes([]) == find_inodes([child_gone]) == set()
 
 
 @pytest.fixture
@@ -80,30 +81,41 @@ def test_what_was_seen_is_removed_and_nothing_else(
     assert ledger.remove_files() == []
 
 
-@pytest.mark.usefixtures("folder")
 def test_a_later_runner_removes_what_a_killed_one_saw(
     tmp_path: Path, files: list[Path], holder: tree.Process
 ) -> None:
     ShmLedger(tmp_path).note([holder])
     assert len(ShmLedger(tmp_path).remove_files()) == 2
-    assert json.loads((tmp_path / LEDGER_FILE).read_text()) == {"files": []}
+    assert json.loads((tmp_path / LEDGER_FILE).read_text()) == {"inodes": []}
     assert [path.exists() for path in files] == [False, False, False, True]
 
 
-@pytest.mark.parametrize("replacement", ["file", "link"])
 def test_a_file_that_was_replaced_under_the_same_name_stays(
-    tmp_path: Path, files: list[Path], holder: tree.Process, replacement: str
+    tmp_path: Path, files: list[Path], holder: tree.Process
 ) -> None:
     opened, mapped, _, other = files
     ledger = ShmLedger(tmp_path)
     ledger.note([holder])
-    if replacement == "file":
-        other.rename(opened)
-    else:
-        opened.rename(other)
-        opened.symlink_to(other)  # leads to the remembered inode
+    other.rename(opened)
     assert ledger.remove_files() == [str(mapped)]
     assert opened.read_bytes() == bytes(4096)
+
+
+def test_a_semaphore_is_found_although_its_mapping_has_another_name(tmp_path: Path) -> None:
+    """glibc maps a temporary name, links it to the final one and removes the temporary."""
+    script = (
+        "import _multiprocessing as m, sys;"
+        "s = m.SemLock(1, 1, 1, sys.argv[1], False); print(flush=True); sys.stdin.read()"
+    )
+    name = f"/warmhold-test-{os.getpid()}"
+    argv = [sys.executable, "-c", script, name]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        found = tree.read_process(process.pid)
+        assert found is not None
+        ledger = ShmLedger(tmp_path)
+        ledger.note([found])
+    assert ledger.remove_files() == [f"/dev/shm/sem.{name[1:]}"]
 
 
 def test_a_file_that_is_gone_already_is_no_trouble(
@@ -124,7 +136,7 @@ def test_files_seen_at_different_times_add_up(
     assert len(ledger.remove_files()) == 2
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"files": []}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"inodes": []}'])
 def test_a_damaged_ledger_is_an_empty_one(tmp_path: Path, content: str) -> None:
     (tmp_path / LEDGER_FILE).write_text(content)
     assert ShmLedger(tmp_path).remove_files() == []
