@@ -80,21 +80,20 @@ class Runner:
     def run(self) -> int:
         """Run until the end; return the exit code (0 only when a stop was asked for)."""
         self._sweep()
-        while not self._loop.stop_asked:
-            try:
+        try:
+            while not self._loop.stop_asked:
                 code, reason = self._run_plan()
-            except EntrypointError as error:
-                return self._give_up(error.exit_code, error.faults)
-            if self._loop.stop_asked:
-                break
-            if code is not None:
-                fault = Fault("engine.failed", reason, "read the engine's log above")
-                return self._give_up(code, [fault])
-            self._back_off(reason)
-            self._advance(State.SWEEP, "the next start")
-            self._sweep()
-            if not self._loop.stop_asked:
+                if self._loop.stop_asked:
+                    break
+                if code is not None:
+                    fault = Fault("engine.failed", reason, "read the engine's log above")
+                    return self._give_up(code, [fault])
+                self._back_off(reason)
+                self._advance(State.SWEEP, "the next start")
+                self._sweep()
                 self._settings, self._plan = make_sound_plan(self._command)
+        except EntrypointError as error:
+            return self._give_up(error.exit_code, error.faults)
         self._advance(State.STOPPED, "stopped on request")
         return Exit.STOPPED
 
@@ -157,24 +156,24 @@ class Runner:
             env.canary_timeout_s,
             self._loop.wake,
         )
-        timed_out = self._watch(time.monotonic() + env.ready_timeout_s)
+        verdict = self._watch(time.monotonic() + env.ready_timeout_s)
         self._prober.stop()
         self._prober = None
         status = self._end_process()
-        reason = self._explain(status, timed_out, read_oom_kills() - oom_kills)
-        code = Exit.NOT_READY if timed_out else exit_code_of_status(status)
         crashes = self._history.crashes
         if self._loop.stop_asked:
-            code = Exit.STOPPED
+            code, reason = int(Exit.STOPPED), "stopped on request"
         else:
+            code = verdict.exit_code if verdict else exit_code_of_status(status)
+            reason = self._explain(status, verdict, read_oom_kills() - oom_kills)
             crashes += 1
             _log.error("engine ended unasked", mode=attempt.mode, code=int(code), reason=reason)
         last = LastExit(int(code), reason, time.time())
         self._keep_history(running=False, crashes=crashes, last_exit=last)
         return int(code), reason
 
-    def _watch(self, ready_deadline: float) -> bool:
-        """Follow the engine until its first process ends; return whether it came too late."""
+    def _watch(self, ready_deadline: float) -> Fault | None:
+        """Follow the engine until its first process ends, or return why it has to be ended."""
         process = self._process
         assert process is not None
         kill_at: float | None = None
@@ -187,21 +186,23 @@ class Runner:
                 kill_at = now + self._settings.env.drain_s + _DRAIN_MARGIN_S
             if kill_at is not None and now > kill_at:
                 _log.warning("drain time is over, killing the engine", pid=process.pid)
-                return False
+                return None
             trying = self._state is State.TRYING
             if trying and now > ready_deadline:
-                return True
+                timeout_s = self._settings.env.ready_timeout_s
+                remedy = "read its log above, or raise WARMHOLD_READY_TIMEOUT_S"
+                return Fault("ready.timeout", f"not ready within {timeout_s:.0f} s", remedy)
             if now >= look_at:
                 self._shm.note(self._members())
                 look_at = now + _SHM_LOOK_S
             deadlines = [look_at, kill_at, ready_deadline if trying else None]
             self._loop.wait(min(deadline for deadline in deadlines if deadline is not None))
-            if self._take_reports():
-                return False
-        return False
+            if fault := self._take_reports():
+                return fault
+        return None
 
-    def _take_reports(self) -> bool:
-        """Act on what the prober found; return whether the engine has declared itself dead."""
+    def _take_reports(self) -> Fault | None:
+        """Act on what the prober found; return a fault when the engine says that it is dead."""
         assert self._prober is not None
         while not self._prober.reports.empty():
             report = self._prober.reports.get()
@@ -215,9 +216,9 @@ class Runner:
                 self._ready, self._reason = False, f"degraded: {report.reason}"
                 _log.warning("engine degraded, not ready", reason=report.reason)
             else:
-                _log.error("engine says that it is dead", reason=report.reason)
-                return True
-        return False
+                detail = f"the engine says that it is dead: {report.reason}"
+                return Fault("engine.dead", detail, "read its log above")
+        return None
 
     def _on_ready(self, report: Report) -> None:
         self._ready = True
@@ -315,13 +316,11 @@ class Runner:
         leave_exit_code(self._settings.env.run_dir, code)
         return int(code)
 
-    def _explain(self, status: int, timed_out: bool, oom_kills: int) -> str:
-        if self._loop.stop_asked:
-            return "stopped on request"
+    def _explain(self, status: int, verdict: Fault | None, oom_kills: int) -> str:
         if oom_kills > 0:
             return f"killed for memory ({oom_kills} process(es), the cgroup's limit was reached)"
-        if timed_out:
-            return f"not ready within {self._settings.env.ready_timeout_s:.0f} s"
+        if verdict:
+            return verdict.detail
         if status < 0:
             return f"ended by signal {-status} ({signal.Signals(-status).name})"
         return f"ended by itself with status {status}"

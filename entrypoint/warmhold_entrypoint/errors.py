@@ -48,6 +48,7 @@ _EXIT_OF_KIND = {
     "rights": Exit.RIGHTS,
     "mode": Exit.MODE_UNAVAILABLE,
     "ready": Exit.NOT_READY,
+    "engine": Exit.FAILED,
     "usage": Exit.USAGE,
 }
 

@@ -7,6 +7,7 @@ the questions, because an answer may take seconds; it sends a `Report` of each c
 """
 
 import json
+import math
 import queue
 import threading
 import time
@@ -26,7 +27,10 @@ _PROGRESS = (
 _NO_ROUTE = '{"detail":"Not Found"}'
 _START_POLL_S = 0.2
 _DEGRADED_POLL_S = 2.0
-_HEALTH_TIMEOUT_S = 4.0
+# A hang shows after interval + poll + two probes: 15 + 3 + 6 + 6 s with the default settings.
+_PROGRESS_POLL_S = 3.0
+_PROGRESS_TIMEOUT_S = 2.0
+_HEALTH_TIMEOUT_S = 3.0
 _MISSES_TO_DEGRADE = 2
 
 
@@ -122,25 +126,28 @@ class Prober:
         if not self._wait_until_listening():
             return
         self._report(Event.LISTENING, "health answered 200")
-        degraded = True
-        progress = 0.0
+        degraded, progress = True, 0.0
         while not self._stopped.is_set():
-            try:
-                if degraded or self.missed or not self._progressed(progress):
+            seen = self._read_progress()
+            moved, progress = seen > progress, max(seen, progress)
+            if moved and not degraded:
+                self._note_ok()
+            elif degraded or self.missed or self._quiet_s() >= self._interval_s:
+                try:
                     self._check()
-                progress = self._read_progress()
-            except ProbeError as error:
-                if self._miss(error) and not degraded:
-                    degraded = True
-                    self._report(Event.DEGRADED, str(error))
-                self._stopped.wait(_DEGRADED_POLL_S if degraded else 0.0)
-                continue
-            self.missed = 0
-            self.last_ok = time.monotonic()
-            if degraded:
-                degraded = False
-                self._report(Event.READY, "the canary got its token")
-            self._stopped.wait(self._interval_s)
+                except ProbeError as error:
+                    if self._miss(error) and not degraded:
+                        degraded = True
+                        self._report(Event.DEGRADED, str(error))
+                    self._stopped.wait(_DEGRADED_POLL_S if degraded else 0.0)
+                    continue
+                # Our own token is nobody's progress.
+                progress = max(progress, self._read_progress())
+                self._note_ok()
+                if degraded:
+                    degraded = False
+                    self._report(Event.READY, "the canary got its token")
+            self._stopped.wait(min(_PROGRESS_POLL_S, self._interval_s))
 
     def _wait_until_listening(self) -> bool:
         while not self._stopped.wait(_START_POLL_S):
@@ -157,13 +164,18 @@ class Prober:
         probe_health(self._target, min(_HEALTH_TIMEOUT_S, self._timeout_s))
         probe_canary(self._target, max(0.1, deadline - time.monotonic()))
 
-    def _progressed(self, before: float) -> bool:
-        """Tell whether requests moved on since; an engine without counters never says so."""
-        return self._read_progress() > before
+    def _note_ok(self) -> None:
+        self.missed = 0
+        self.last_ok = time.monotonic()
+
+    def _quiet_s(self) -> float:
+        """How long nothing has shown that the engine works."""
+        return math.inf if self.last_ok is None else time.monotonic() - self.last_ok
 
     def _read_progress(self) -> float:
+        """The engine's counters, or 0 where it gives none."""
         try:
-            return read_progress(self._target, _HEALTH_TIMEOUT_S)
+            return read_progress(self._target, _PROGRESS_TIMEOUT_S)
         except (ProbeError, ValueError):
             return 0.0
 

@@ -55,7 +55,7 @@ class Environment(BaseModel):
         15, description="Without a completed request for so long, the engine is probed."
     )
     canary_timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(
-        8, description="A probe's time limit in seconds; two missed probes mean degraded."
+        6, description="A probe's time limit in seconds; two missed probes mean degraded."
     )
     max_failures: Annotated[int, Field(ge=1, le=1000)] = Field(
         3, description="Failed starts in a row after which the container ends."

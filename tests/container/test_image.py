@@ -97,6 +97,17 @@ def test_a_memory_limit_below_the_need(run_fake: RunFake) -> None:
     assert "the cgroup limit is 1.00 GiB" in box.log()
 
 
+def test_a_worker_killed_for_memory_is_explained(run_fake: RunFake) -> None:
+    environment = {"FAKE_VLLM_EAT_FILE": "/tmp/eat", "WARMHOLD_KV_CACHE_GIB": "0.1"}
+    box = run_fake(environment=environment, mem_limit="2500m", memswap_limit="2500m")
+    box.wait_ready()
+    assert box.run("touch", "/tmp/eat")[0] == 0
+    status = box.wait_ready(starts=2)
+    assert "killed for memory" in status["last_exit"]["reason"]
+    assert len(box.tree()) == 3
+    assert box.state()["Running"] is True
+
+
 def test_a_small_shm(run_fake: RunFake) -> None:
     box = run_fake(shm_size="64m")
     assert box.wait_end() == 78
