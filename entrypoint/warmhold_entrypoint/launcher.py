@@ -195,7 +195,9 @@ def main() -> None:
     uid, program = int(arguments[0]), arguments[2:]
     group = None if arguments[1] == "none" else int(arguments[1])
     libc = load_libc()
-    os.setsid()
+    # supervisord makes each program the leader of a process group, which cannot have a new session.
+    with suppress(PermissionError):
+        os.setsid()
     if path is not None:
         listen(path, uid)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
