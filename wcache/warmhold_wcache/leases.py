@@ -42,12 +42,6 @@ class Leases:
         self._watch(pidfd, lambda: self._on_readable(generation_id, pid))
         return True
 
-    def _on_readable(self, generation_id: str, pid: int) -> None:
-        """A holder has ended, unless this event is of an earlier process with its PID."""
-        pidfd = self._pidfds.get((generation_id, pid))
-        if pidfd is not None and has_ended(pidfd):
-            self.end(generation_id, pid)
-
     def end(self, generation_id: str, pid: int) -> bool:
         """End a lease; tell whether there was one."""
         pidfd = self._pidfds.pop((generation_id, pid), None)
@@ -71,5 +65,17 @@ class Leases:
             if held == generation_id and not has_ended(pidfd)
         )
 
+    def close(self) -> None:
+        """Close the pidfds; no lease ends by it."""
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._pidfds.clear()
+
     def __len__(self) -> int:
         return len(self._pidfds)
+
+    def _on_readable(self, generation_id: str, pid: int) -> None:
+        """A holder has ended, unless this event is of an earlier process with its PID."""
+        pidfd = self._pidfds.get((generation_id, pid))
+        if pidfd is not None and has_ended(pidfd):
+            self.end(generation_id, pid)

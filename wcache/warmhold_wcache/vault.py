@@ -94,6 +94,13 @@ class Vault:
                     self._store.drop(entry.name)
         return len(self._residents)
 
+    def close(self) -> None:
+        """Close every descriptor that is not the server's. The store keeps its duplicates."""
+        self._leases.close()
+        for resident in self._residents.values():
+            resident.lent.give_up()
+        self._residents.clear()
+
     def _recover_lease(self, name: str, bag: FdBag, put_at: float) -> None:
         generation_id, _, pid = name.partition(".")
         if generation_id not in self._residents or len(bag) != 1 or not pid.isdigit():
