@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vault in this process's own threads of control, and small generations to put into it."""
+"""A vault in a thread of the test's own process, and small generations to put into it."""
 
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from warmhold_wcache import segments
 from warmhold_wcache.generation import Generation, Segment, Tensor
 from warmhold_wcache.log import Log
-from warmhold_wcache.server import Server, listen
+from warmhold_wcache.server import listen
 from warmhold_wcache.store import FdStoreClient
 from warmhold_wcache.vault import Vault
 
@@ -52,27 +53,36 @@ def close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
-class Loop:
-    """Steps a server in a thread until it is stopped."""
+class Steps(Protocol):
+    """A server, or the fd store around one."""
 
-    def __init__(self, server: Server) -> None:
+    def watch(self, fd: int, callback: Callable[[], None]) -> None: ...
+
+    def step(self) -> None: ...
+
+
+class Loop:
+    """Steps a server in a thread, as long as the block lasts."""
+
+    def __init__(self, server: Steps) -> None:
         self._server = server
         self._reader, self._writer = os.pipe()
         self._asked = False
         server.watch(self._reader, lambda: None)
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
 
     def _run(self) -> None:
         while not self._asked:
             self._server.step()
 
-    def stop(self) -> None:
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
         self._asked = True
         os.write(self._writer, b"\0")
         self._thread.join(20)
         assert not self._thread.is_alive()
-        self._server.close()
         close_all([self._reader, self._writer])
 
 
@@ -83,12 +93,10 @@ def running_vault(folder: Path, store: Path | None = None) -> Iterator[tuple[Pat
     listener = listen(path)
     vault = Vault(listener, None if store is None else FdStoreClient(store), Log("error"))
     vault.recover()
-    loop = Loop(vault.server)
-    try:
+    with Loop(vault.server):
         yield path, vault
-    finally:
-        loop.stop()
-        vault.close()
+    vault.server.close()
+    vault.close()
 
 
 def connect(path: Path) -> socket.socket:
