@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vault in a thread of the test's own process, and small generations to put into it."""
 
+import gc
 import os
 import socket
 import threading
@@ -21,6 +22,7 @@ SIZE = 4096
 
 def open_fds() -> int:
     """How many descriptors this process has open (the one that looks is not counted)."""
+    gc.collect()  # earlier tests may have left sockets to it
     return sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1
 
 
@@ -87,11 +89,13 @@ class Loop:
 
 
 @contextmanager
-def running_vault(folder: Path, store: Path | None = None) -> Iterator[tuple[Path, Vault]]:
+def running_vault(
+    folder: Path, store: Path | None = None, limit_s: float = 5.0
+) -> Iterator[tuple[Path, Vault]]:
     """A vault that serves at a path; everything it held is closed afterwards."""
     path = folder / "vault.sock"
     listener = listen(path)
-    vault = Vault(listener, None if store is None else FdStoreClient(store), Log("error"))
+    vault = Vault(listener, None if store is None else FdStoreClient(store), Log("error"), limit_s)
     vault.recover()
     with Loop(vault.server):
         yield path, vault

@@ -157,12 +157,14 @@ class Server:
             except BlockingIOError:
                 return
             except OSError as error:
-                # Out of descriptors, mostly: the socket would stay readable and spin the loop.
-                self._service.warn("cannot accept a client", error=error)
-                self.forget(self._listener.fileno())
-                self._paused_until = time.monotonic() + _PAUSE_S
-                self._drop_longest_silent()
-                return
+                # Out of descriptors, mostly: a silent client gives its own. With none to give, the
+                # socket would stay readable and spin the loop.
+                if not self._drop_longest_silent():
+                    self._service.warn("cannot accept a client", error=error)
+                    self.forget(self._listener.fileno())
+                    self._paused_until = time.monotonic() + _PAUSE_S
+                    return
+                continue
             try:
                 self._admit(sock)
             except OSError:
@@ -255,12 +257,13 @@ class Server:
             self._paused_until = None
             self.watch(self._listener.fileno(), self._accept)
 
-    def _drop_longest_silent(self) -> None:
-        """Close one connection: if possible, one that is in the middle of nothing."""
+    def _drop_longest_silent(self) -> bool:
+        """Close one connection, one in the middle of nothing if possible; tell if there was any."""
         idle = [client for client in self._clients.values() if client.deadline is None]
         candidates = idle or list(self._clients.values())
         if candidates:
             self._drop(min(candidates, key=lambda client: client.active_at))
+        return bool(candidates)
 
     def _drop(self, client: Client) -> None:
         del self._clients[client.sock.fileno()]

@@ -42,11 +42,17 @@ class Resident:
 class Vault:
     """The service. Owns the residents and the leases, and their duplicates in the store."""
 
-    def __init__(self, listener: socket.socket, store: FdStoreClient | None, log: Log) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        store: FdStoreClient | None,
+        log: Log,
+        limit_s: float = 5.0,
+    ) -> None:
         self._store = store
         self._log = log
         self._residents: dict[str, Resident] = {}
-        self.server = Server(listener, self)
+        self.server = Server(listener, self, limit_s=limit_s)
         self._leases = Leases(self.server.watch, self.server.forget, self._forget_lease)
         self._verbs: dict[str, Callable[[Client, dict[str, Any]], Answer | Transfer]] = {
             "hello": self._hello,
