@@ -5,6 +5,7 @@ import gc
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,7 +105,15 @@ def running_vault(
 
 
 def connect(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(20)
-    sock.connect(str(path))
-    return sock
+    """Connect, also while so many wait for the vault to accept that its queue is full."""
+    deadline = time.monotonic() + 20
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(20)
+        try:
+            sock.connect(str(path))
+            return sock
+        except BlockingIOError:
+            sock.close()
+            assert time.monotonic() < deadline, "the queue stays full"
+            time.sleep(0.001)

@@ -137,6 +137,33 @@ def test_a_launched_process_has_its_own_session() -> None:
     assert done.stdout == "True\n", done.stderr
 
 
+SHOW_SOCKET = """
+import os, socket
+sock = socket.socket(fileno=3)
+print(sock.getsockname(), sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN), os.getgroups())
+"""
+
+
+@pytest.mark.parametrize("uid", [0, 12345])
+def test_a_launched_vault_inherits_its_socket_and_no_mark(tmp_path: Path, uid: int) -> None:
+    path = tmp_path / "wcache.sock"
+    path.write_text("left by an earlier one")
+    script = str(Path(launcher.__file__))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-I", "-S", script, "--listen", str(path), str(uid), "none"),
+            *(str(Path(sys.executable).resolve()), "-I", "-S", "-c", SHOW_SOCKET),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.stdout == f"{path} 1 []\n", done.stderr
+    status = path.stat()
+    assert (status.st_uid, status.st_mode & 0o7777) == (uid, 0o600)
+
+
 @pytest.mark.parametrize(("mode", "code"), [(None, 127), (0o644, 126)])
 def test_a_program_that_cannot_be_run(tmp_path: Path, mode: int | None, code: int) -> None:
     path = tmp_path / "program"
