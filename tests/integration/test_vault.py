@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attacker import STORE_VERBS, Attacker
 from stack import Stack, eventually
+from vault_process import close_all, connect, make_generation
 from warmhold_entrypoint import tree
 from warmhold_wcache.client import VaultClient
+from warmhold_wcache.generation import encode_description
+from warmhold_wcache.store import FdStoreClient
 
 MakeStack = Callable[..., Stack]
 SEGMENTS, SEGMENT_BYTES = 300, 1 << 14
@@ -214,3 +218,32 @@ def test_the_vault_ends_after_the_engine(make_stack: MakeStack) -> None:
         alive = Path(f"/proc/{vault}").exists()
         assert alive or not stack.tree()
     assert stack.wait() == 0
+
+
+def test_pid_1_outlives_hostile_clients_of_its_store(make_stack: MakeStack) -> None:
+    stack = serve(make_stack)
+    counts, rows = settled_fds(stack), stat(stack)
+    path = stack.folder / "run" / "fdstore.sock"
+    silent = [connect(path) for _ in range(40)]
+    for sock in silent[::2]:
+        sock.send(b"\0")
+    generation, fds = make_generation()
+    attacker = Attacker(path, 3, STORE_VERBS, encode_description(generation))
+    while attacker.sent < 2000:
+        attacker.session()
+    attacker.close()
+    close_all(fds)
+    store = FdStoreClient(path)
+    for entry in store.entries():
+        if entry.name.startswith("x."):
+            store.drop(entry.name)
+    for sock in silent:
+        sock.close()
+    # It still reaps, supervises, keeps what it kept, and stops.
+    os.kill(stack.roles()["front"], signal.SIGKILL)
+    stack.wait_ready(starts=2)
+    kill(stack)
+    assert [row["id"] for row in stat(stack)] == [row["id"] for row in rows]
+    eventually(lambda: settled_fds(stack) == counts, f"{counts} descriptors")
+    assert "met a bug" not in stack.text()
+    assert stack.stop() == 0
