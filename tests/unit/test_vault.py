@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vault and PID 1's fd store with real sockets and real memfds, in this process."""
 
+import contextlib
+import dataclasses
+import http.client
+import io
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +20,11 @@ from stack import ROOT, eventually
 from vault_process import SIZE, Loop, close_all, connect, make_generation, open_fds, running_vault
 from warmhold_entrypoint import fdstore, tree
 from warmhold_entrypoint.fdstore import FdStore
+from warmhold_wcache import cli
 from warmhold_wcache import vault as vault_module
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import MissError, WcacheError
+from warmhold_wcache.health import make_server
 from warmhold_wcache.protocol import FrameReader, decode, encode
 from warmhold_wcache.store import FdStoreClient
 from warmhold_wcache.verify import check_resident
@@ -280,6 +288,89 @@ def publish_and_close(client: VaultClient, name: str) -> None:
         client.publish(generation, fds)
     finally:
         close_all(fds)
+
+
+def test_health_over_http_follows_the_vault(tmp_path: Path) -> None:
+    server = make_server(0, tmp_path / "vault.sock", 0.5)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+
+    def ask(path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, text
+
+    assert server.server_address[0] == "127.0.0.1"
+    status, text = ask("/health")
+    assert (status, text.partition(":")[0]) == (503, "wcache.absent")
+    with running_vault(tmp_path):
+        assert ask("/health")[0] == 200
+        assert ask("/")[0] == 404
+    status, text = ask("/health")
+    assert (status, text.partition(":")[0]) == (503, "wcache.dead-socket")
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+# The commands
+
+
+def command(path: Path, *arguments: str) -> tuple[int, str]:
+    """Run `wcache` in this process; return its exit code and what it wrote."""
+    written = io.StringIO()
+    argv = ["wcache", "--socket", str(path), "--timeout", "1", *arguments]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(written),
+        contextlib.redirect_stderr(written),
+        pytest.raises(SystemExit) as caught,
+    ):
+        patch.setattr(sys, "argv", argv)
+        cli.main()
+    return int(caught.value.code or 0), written.getvalue()
+
+
+def test_commands_tell_by_their_exit_code(tmp_path: Path) -> None:
+    with running_vault(tmp_path) as (path, _), VaultClient(path) as client:
+        assert command(path, "status") == (
+            0,
+            "ID  MODEL  BYTES  SEGMENTS  LAST USE  HELD BY\n",
+        )
+        generation_id = publish(client)
+        code, text = command(path, "status")
+        assert (code, text.splitlines()[1].split()[:3]) == (0, [generation_id, "model", "a"])
+        (row,) = json.loads(command(path, "status", "--json")[1])
+        assert row == client.stat()[0]
+        assert command(path, "verify")[0] == 0
+        assert command(path, "verify", "nothing")[0] == 1
+        # verify ran in this process, so the lease that it ended was ours too.
+        client.lease(generation_id)
+        code, text = command(path, "drop", generation_id)
+        assert (code, text.split(": ")[1]) == (1, "wcache.in-use")
+        assert "fix: " in text
+        assert command(path, "health") == (0, f"alive: pid {os.getpid()}, 1 generation(s)\n")
+        assert command(path, "drop", generation_id, "--force")[0] == 0
+        assert client.stat() == []
+        assert command(path, "nonsense")[0] == 2
+        assert command(path, "--help")[0] == 0
+    assert command(path, "health")[0] == 69
+    assert command(tmp_path / "none", "status")[0] == 69
+
+
+def test_verify_does_not_call_sound_what_has_no_checksum(tmp_path: Path) -> None:
+    with running_vault(tmp_path) as (path, _), VaultClient(path) as client:
+        generation, fds = make_generation()
+        bare = tuple(dataclasses.replace(segment, checksum="") for segment in generation.segments)
+        client.publish(dataclasses.replace(generation, segments=bare), fds)
+        close_all(fds)
+        code, text = command(path, "verify")
+        assert (code, "3 segment(s) without a checksum" in text) == (1, True)
+        (report,) = json.loads(command(path, "verify", "--json")[1])
+        assert (report["sound"], report["checked"]) == (False, 0)
 
 
 # The store by itself

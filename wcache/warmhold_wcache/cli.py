@@ -14,11 +14,10 @@ from typing import Any, NoReturn
 import click
 
 from .client import DEFAULT_SOCKET, VaultClient
-from .errors import WcacheError
+from .errors import UnreachableError, WcacheError
 from .verify import check_resident
 
 _FAILED, _USAGE, _UNAVAILABLE = 1, 2, 69
-_NO_VAULT = ("wcache.dead-socket", "wcache.hung", "wcache.other-uid")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -69,9 +68,14 @@ def drop(given: tuple[Path, float], generation_id: str, force: bool) -> None:
 
 
 @cli.command()
+@click.option("--port", type=click.IntRange(1, 65535), help="Serve /health on 127.0.0.1 instead.")
 @click.pass_obj
-def health(given: tuple[Path, float]) -> None:
+def health(given: tuple[Path, float], port: int | None) -> None:
     """End with 0 when the vault answers a round trip."""
+    if port is not None:
+        from .health import make_server
+
+        make_server(port, *given).serve_forever()
     with VaultClient(*given) as client:
         answer = client.hello()
     click.echo(f"alive: pid {answer['pid']}, {answer['generations']} generation(s)")
@@ -127,7 +131,8 @@ def main() -> NoReturn:
         sys.exit(_USAGE)
     except WcacheError as error:
         _say(error.code, error.detail, error.remedy)
-        sys.exit(_UNAVAILABLE if error.code in _NO_VAULT else _FAILED)
+        away = isinstance(error, UnreachableError) or error.code == "wcache.other-uid"
+        sys.exit(_UNAVAILABLE if away else _FAILED)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
     sys.exit(0)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import WcacheError, error_from_json, malformed
+from .errors import UnreachableError, WcacheError, error_from_json, malformed
 from .protocol import (
     MAX_ANSWER_BYTES,
     MAX_BATCH,
@@ -61,12 +61,12 @@ class Connection:
                 return act()
         except (ClosedError, ConnectionError) as error:
             self.close()
-            raise WcacheError(
+            raise UnreachableError(
                 "wcache.dead-socket", f"{self._path}: the other side went away: {error}"
             ) from error
         except TimeoutError as error:
             self.close()
-            raise WcacheError(
+            raise UnreachableError(
                 "wcache.hung",
                 f"{self._path}: no answer within {self._timeout_s:g} s",
                 "see `supervisorctl status wcache` and the container's log",
@@ -174,14 +174,14 @@ class Connection:
         return rest_s
 
 
-def _explain(path: Path, error: OSError) -> WcacheError:
+def _explain(path: Path, error: OSError) -> UnreachableError:
     """Given why a connection failed, return it as one of our codes."""
     remedy = "see `supervisorctl status wcache` and the container's log"
     if isinstance(error, FileNotFoundError):
-        return WcacheError("wcache.absent", f"{path}: there is no socket", remedy)
+        return UnreachableError("wcache.absent", f"{path}: there is no socket", remedy)
     if isinstance(error, ConnectionRefusedError):
-        return WcacheError("wcache.dead-socket", f"{path}: nobody serves the socket", remedy)
+        return UnreachableError("wcache.dead-socket", f"{path}: nobody serves the socket", remedy)
     if isinstance(error, PermissionError):
         detail = f"{path}: this user may not connect"
-        return WcacheError("wcache.other-uid", detail, "run it as the vault's user")
-    return WcacheError("wcache.absent", f"{path}: {error.strerror}", remedy)
+        return UnreachableError("wcache.other-uid", detail, "run it as the vault's user")
+    return UnreachableError("wcache.absent", f"{path}: {error.strerror}", remedy)

@@ -24,6 +24,10 @@ class WcacheError(Exception):
         return {"ok": False, "code": self.code, "detail": self.detail, "remedy": self.remedy}
 
 
+class UnreachableError(WcacheError):
+    """No vault answers at the socket: absent, dead-socket, hung, or not for this user."""
+
+
 class MissError(WcacheError):
     """No generation has this key; `fields` holds what differs: name -> (resident, wanted)."""
 
