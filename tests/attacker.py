@@ -33,6 +33,8 @@ class Attacker:
         self.verbs = verbs
         self.description = description
         self.sent = 0
+        self.answers = 0
+        self.in_step = True  # whether the other side sees frames where we see them
         self.null = os.open("/dev/null", os.O_RDWR)
         self.memfd = segments.create(4096, "hostile")
         self.sealed = segments.create(4096, "sealed")
@@ -50,6 +52,7 @@ class Attacker:
             sock.close()
 
     def session(self) -> None:
+        self.in_step = True
         with connect(self.path) as sock, suppress(OSError):
             for _ in range(self.random.randint(1, 4)):
                 self.random.choice(self.acts)(sock)
@@ -69,13 +72,16 @@ class Attacker:
         return [self.random.choice(kinds) for _ in range(self.random.randint(0, most))]
 
     def noise(self, sock: socket.socket) -> None:
+        self.in_step = False
         self.send(sock, self.random.randbytes(self.random.randint(1, 300)))
 
     def truncated(self, sock: socket.socket) -> None:
+        self.in_step = False
         data = encode(self.request())
         self.send(sock, data[: self.random.randint(1, len(data))])
 
     def oversized(self, sock: socket.socket) -> None:
+        self.in_step = False
         length = self.random.choice([65537, 1 << 24, 2**32 - 1])
         self.send(sock, struct.pack(">I", length) + b"{" * self.random.randint(0, 1000))
 
@@ -86,6 +92,7 @@ class Attacker:
             broken[self.random.randrange(len(broken))] = self.random.randrange(256)
             payload = bytes(broken)
         self.send(sock, struct.pack(">I", len(payload)) + payload)
+        self.hear(sock)
 
     def many_at_once(self, sock: socket.socket) -> None:
         count = self.random.randint(2, 6)
@@ -101,6 +108,7 @@ class Attacker:
         verb = "put" if "put" in self.verbs else "publish"
         name = f"x.{self.random.randint(0, 3)}"
         self.send(sock, encode({"verb": verb, "total": total, "name": name}))
+        self.hear(sock)
         described = segments.create_sealed(self.mutated(), "d")
         try:
             while total > 0 and self.random.random() < 0.9:
@@ -108,7 +116,9 @@ class Attacker:
                 fds = ([described] + self.any_fds(0) + [self.sealed] * 300)[: max(0, count)]
                 if self.random.random() < 0.2:
                     fds = self.any_fds(250)
-                self.send(sock, encode({"verb": "fds"}), fds[:253])
+                answer = "fds" if self.random.random() < 0.9 else self.random.choice(self.verbs)
+                self.send(sock, encode({"verb": answer}), fds[:253])
+                self.hear(sock)
                 total -= 250
         finally:
             os.close(described)
@@ -120,8 +130,10 @@ class Attacker:
         verb = "take" if "put" in self.verbs else "fetch"
         name = f"x.{self.random.randint(0, 3)}"
         self.send(sock, encode({"verb": verb, "key": key, "name": name}))
+        self.hear(sock)
         for _ in range(self.random.randint(0, 3)):
             self.send(sock, encode({"verb": "next"}))
+            self.hear(sock)
         self.drain(sock)
 
     def mutated(self) -> bytes:
@@ -141,6 +153,13 @@ class Attacker:
             value[self.random.choice(list(value))] = self.random.choice(ODD)
             text = bytearray(json.dumps(value).encode())
         return bytes(text)
+
+    def hear(self, sock: socket.socket) -> None:
+        """Mostly, wait for an answer: who leaves at once never gets far into a conversation."""
+        if self.in_step and self.random.random() < 0.8:
+            data, fds, _, _ = socket.recv_fds(sock, 65536, 253)
+            close_all(fds)
+            self.answers += bool(data)
 
     def drain(self, sock: socket.socket) -> None:
         """Receive what is there by now, descriptors too, and close them."""
