@@ -2,6 +2,7 @@
 """supervisord's configuration: as supervisord reads it, and with nothing of the user in it."""
 
 import configparser
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from supervisor.options import ServerOptions
 from warmhold_entrypoint.conf import build_conf, check_paths, write_conf
 from warmhold_entrypoint.settings import Settings, read_settings
+from warmhold_wcache import serve
 
 NASTY = 'x%(here)s ; rm -rf # "it\'s" $HOME\n[program:evil]'
 
@@ -46,12 +48,30 @@ def test_no_user_data_is_in_the_text() -> None:
 
 def test_supervisord_reads_it_as_meant(tmp_path: Path) -> None:
     found = programs(settings(RUN_DIR=str(tmp_path), DRAIN_S="45", METRICS_PORT="9100"))
-    assert set(found) == {"engine", "end", "metrics"}
+    assert set(found) == {"engine", "end", "metrics", "wcache"}
     assert found["engine"].command.endswith(" -m warmhold_entrypoint.engine")
     assert found["end"].command.endswith(" -m warmhold_entrypoint.listener")
     assert found["metrics"].command.endswith(" metrics --port 9100")
     assert found["engine"].stopwaitsecs == 45 + 30
     assert found["engine"].startsecs == 0
+
+
+@pytest.mark.parametrize("uid", [None, "1000"])
+def test_the_vault_starts_before_the_engine_and_ends_after_it(
+    tmp_path: Path, uid: str | None
+) -> None:
+    variables = {} if uid is None else {"ENGINE_UID": uid}
+    found = programs(settings(RUN_DIR=str(tmp_path), METRICS_PORT="9100", **variables))
+    vault = found["wcache"]
+    words = vault.command.split()
+    at = words.index("--listen")
+    expected_uid = str(os.getuid()) if uid is None else uid
+    assert words[at + 1 : at + 4] == [f"{tmp_path}/wcache.sock", expected_uid, "none"]
+    assert words[-8:-4] == ["--listen-fd", "3", "--store", f"{tmp_path}/fdstore.sock"]
+    assert vault.autorestart.__name__ == "RestartUnconditionally"
+    # supervisord starts by priority and stops in reverse, one after the other.
+    assert vault.priority < found["engine"].priority < found["metrics"].priority
+    serve.build_parser().parse_args(words[words.index("warmhold_wcache.serve") + 1 :])
 
 
 def test_the_listener_hears_of_ends_and_not_of_stops(tmp_path: Path) -> None:
@@ -63,7 +83,7 @@ def test_the_listener_hears_of_ends_and_not_of_stops(tmp_path: Path) -> None:
 
 
 def test_metrics_only_where_a_port_was_asked_for(tmp_path: Path) -> None:
-    assert set(programs(settings(RUN_DIR=str(tmp_path)))) == {"engine", "end"}
+    assert set(programs(settings(RUN_DIR=str(tmp_path)))) == {"engine", "end", "wcache"}
 
 
 def test_every_exit_code_of_the_runner_is_expected(tmp_path: Path) -> None:
@@ -81,7 +101,7 @@ def test_no_log_is_rotated_or_kept() -> None:
         for key, value in parser.items(section)
         if key.endswith("logfile") and value != "NONE"
     ]
-    assert len(logs) == 6
+    assert len(logs) == 8
     for section, key in logs:
         assert parser.get(section, f"{key}_maxbytes") == "0"
         assert parser.get(section, f"{key}_backups") == "0"

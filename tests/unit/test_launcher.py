@@ -137,6 +137,32 @@ def test_a_launched_process_has_its_own_session() -> None:
     assert done.stdout == "True\n", done.stderr
 
 
+SHOW_SOCKET = 'readlink /proc/$$/fd/3; grep " $1" /proc/net/unix; id -u; id -G'
+
+
+@pytest.mark.parametrize("uid", [0, 12345])
+def test_a_launched_vault_inherits_its_socket_and_no_mark(tmp_path: Path, uid: int) -> None:
+    path = tmp_path / "wcache.sock"
+    path.write_text("left by an earlier one")
+    script = str(Path(launcher.__file__))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-I", "-S", script, "--listen", str(path), str(uid), "none"),
+            *("/bin/sh", "-c", SHOW_SOCKET, "sh", str(path)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    link, entry, *ids = done.stdout.splitlines()
+    flags, _, _, inode, _ = entry.split()[3:]
+    assert (link, flags) == (f"socket:[{inode}]", "00010000"), "listening, as descriptor 3"
+    assert ids == [str(uid), str(uid)], "no group but the user's own"
+    status = path.stat()
+    assert (status.st_uid, status.st_mode & 0o7777) == (uid, 0o600)
+
+
 @pytest.mark.parametrize(("mode", "code"), [(None, 127), (0o644, 126)])
 def test_a_program_that_cannot_be_run(tmp_path: Path, mode: int | None, code: int) -> None:
     path = tmp_path / "program"
