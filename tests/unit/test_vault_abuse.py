@@ -174,6 +174,8 @@ def test_a_vault_out_of_descriptors_serves_on(tmp_path: Path, fd_limit: int) -> 
         with pytest.raises(WcacheError):
             client.publish(generation, fds)
         close_all(fds)
+        with VaultClient(vault.path, timeout_s=20) as late:
+            assert late.hello()["generations"] == 1  # while the silent ones stay
         for sock in silent:
             sock.close()
         assert eventually(lambda: [row["model"] for row in client.stat()], "an answer") == [
