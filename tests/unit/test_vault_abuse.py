@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,21 @@ class VaultProcess:
 
 
 @pytest.fixture
-def vault(tmp_path: Path) -> Iterator[VaultProcess]:
-    made = VaultProcess(tmp_path)
-    yield made
-    made.end()
+def make_vault(tmp_path: Path) -> Iterator[Callable[..., VaultProcess]]:
+    made: list[VaultProcess] = []
+
+    def make(**limits: int) -> VaultProcess:
+        made.append(VaultProcess(tmp_path, **limits))
+        return made[-1]
+
+    yield make
+    for vault in made:
+        vault.end()
+
+
+@pytest.fixture
+def vault(make_vault: Callable[..., VaultProcess]) -> VaultProcess:
+    return make_vault()
 
 
 def publish(client: VaultClient) -> bytes:
@@ -165,8 +176,10 @@ def test_of_too_many_clients_the_longest_silent_goes(vault: VaultProcess) -> Non
 
 
 @pytest.mark.parametrize("fd_limit", [24, 40, 80])
-def test_a_vault_out_of_descriptors_serves_on(tmp_path: Path, fd_limit: int) -> None:
-    vault = VaultProcess(tmp_path, fd_limit)
+def test_a_vault_out_of_descriptors_serves_on(
+    make_vault: Callable[..., VaultProcess], fd_limit: int
+) -> None:
+    vault = make_vault(fd_limit=fd_limit)
     with VaultClient(vault.path, timeout_s=20, wait_s=20) as client:
         publish(client)
         silent = [connect(vault.path) for _ in range(100)]
@@ -174,13 +187,14 @@ def test_a_vault_out_of_descriptors_serves_on(tmp_path: Path, fd_limit: int) -> 
         with pytest.raises(WcacheError):
             client.publish(generation, fds)
         close_all(fds)
+        with VaultClient(vault.path, timeout_s=20) as late:
+            assert late.hello()["generations"] == 1  # while the silent ones stay
         for sock in silent:
             sock.close()
         assert eventually(lambda: [row["model"] for row in client.stat()], "an answer") == [
             "model a"
         ]
         publish(client)
-    vault.end()
 
 
 def test_a_message_that_begins_must_end(tmp_path: Path) -> None:
