@@ -13,13 +13,14 @@ import re
 import sys
 from pathlib import Path
 
-from . import fdstore, launcher
+from . import launcher
 from .errors import Fault
 from .files import write_atomically
 from .settings import Environment, Settings
 
 CONF_NAME = "supervisord.conf"
 VAULT_SOCKET = "wcache.sock"
+STORE_SOCKET = "fdstore.sock"
 _SAFE_PATH = re.compile(r"/[\w./-]*")
 
 _TEXT = """\
@@ -120,7 +121,7 @@ def build_vault_argv(env: Environment) -> list[str]:
     return [
         *(sys.executable, "-m", "warmhold_wcache.serve"),
         *("--listen-fd", str(launcher.LISTEN_FD)),
-        *("--store", f"{env.run_dir}/{fdstore.SOCKET_NAME}"),
+        *("--store", f"{env.run_dir}/{STORE_SOCKET}"),
         *("--log-level", env.log_level, "--log-format", env.log_format),
     ]
 

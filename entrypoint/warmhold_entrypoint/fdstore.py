@@ -32,7 +32,6 @@ from warmhold_wcache.server import (
 from . import tree
 from .log import Log
 
-SOCKET_NAME = "fdstore.sock"
 _MAX_ENTRIES = 1024
 _MAX_CLIENTS = 16
 # One batch of each client may be under way, and PID 1 reads /proc and starts supervisord.
@@ -54,8 +53,8 @@ class _Entry:
 class FdStore:
     """The service. Owns its socket and every descriptor that was put."""
 
-    def __init__(self, run_dir: Path, uid: int) -> None:
-        self._path = run_dir / SOCKET_NAME
+    def __init__(self, path: Path, uid: int) -> None:
+        self._path = path
         self._uid = uid
         self._entries: dict[str, _Entry] = {}
         self._fds = 0  # kept, and promised to transfers under way

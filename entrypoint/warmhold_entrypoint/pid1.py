@@ -15,13 +15,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import tree
+from .conf import STORE_SOCKET
 from .errors import Exit
-from .fdstore import FdStore
 from .files import read_json
 from .log import Log
 from .supervision import is_alive
+
+if TYPE_CHECKING:
+    from .fdstore import FdStore
 
 EXIT_FILE = "exit.json"
 _KILL_TIMEOUT_S = 10.0
@@ -41,12 +45,15 @@ def run_pid1(conf: Path, run_dir: Path, uid: int) -> int:
     # Handlers come first: PID 1 has no default action, so an early signal would be lost.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(signum, stop.on_signal)
-    store = FdStore(run_dir, uid)
-    _watch_children(store)
     supervisord = subprocess.Popen(
         [sys.executable, "-m", "supervisor.supervisord", "-c", str(conf)], start_new_session=True
     )
     stop.forward_to(supervisord.pid)
+    # While supervisord imports its own modules; it starts the vault after that.
+    from .fdstore import FdStore
+
+    store = FdStore(run_dir / STORE_SOCKET, uid)
+    _watch_children(store)
     _raise_fd_limit()
     hurry_supervisord(run_dir, lambda: stop.asked or supervisord.poll() is not None)
     status = _wait_for(supervisord, store)
@@ -95,7 +102,7 @@ class _Stop:
             os.kill(pid, signal.SIGTERM)
 
 
-def _watch_children(store: FdStore) -> None:
+def _watch_children(store: "FdStore") -> None:
     """Let the end of any child end a wait in the store's loop."""
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -116,7 +123,7 @@ def _raise_fd_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _wait_for(child: subprocess.Popen[bytes], store: FdStore) -> int:
+def _wait_for(child: subprocess.Popen[bytes], store: "FdStore") -> int:
     """Reap every child and serve the store until the given child ends; return its status."""
     while child.returncode is None:
         ended, status = os.waitpid(-1, os.WNOHANG)

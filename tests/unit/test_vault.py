@@ -40,9 +40,9 @@ def no_descriptor_is_left() -> Iterator[None]:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Path]:
     """An fd store as PID 1 serves it."""
-    made = FdStore(tmp_path, os.getuid())
+    made = FdStore(tmp_path / "fdstore.sock", os.getuid())
     with Loop(made):
-        yield tmp_path / fdstore.SOCKET_NAME
+        yield tmp_path / "fdstore.sock"
     made.close()
 
 

@@ -17,7 +17,6 @@ import pytest
 from attacker import STORE_VERBS, VERBS, Attacker
 from stack import ROOT, eventually
 from vault_process import Loop, close_all, connect, make_generation, open_fds, running_vault
-from warmhold_entrypoint import fdstore
 from warmhold_entrypoint.fdstore import FdStore
 from warmhold_wcache import segments
 from warmhold_wcache.client import VaultClient
@@ -121,9 +120,9 @@ def test_10000_hostile_messages_change_nothing(vault: VaultProcess) -> None:
 
 def test_the_fd_store_outlives_the_same(tmp_path: Path) -> None:
     before = open_fds()
-    store = FdStore(tmp_path, os.getuid())
+    store = FdStore(tmp_path / "fdstore.sock", os.getuid())
     with Loop(store):
-        path = tmp_path / fdstore.SOCKET_NAME
+        path = tmp_path / "fdstore.sock"
         generation, fds = make_generation()
         client = FdStoreClient(path)
         client.put("x.good", fds)
