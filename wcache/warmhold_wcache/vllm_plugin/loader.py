@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weight loader: a hit maps what the vault holds, a miss loads from disk and publishes.
+
+One process start loads once: where the vault has no such weights they are read from disk in the
+same process, moved into segments and published, so that the next start finds them. On a CPU
+tensors are taken as loaded, before vLLM's post-processing, which runs on a hit as it does on a
+miss; so a hit does not depend on what post-processing keeps outside of the model's tensors.
+"""
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from warmhold_wcache.client import VaultClient
+from warmhold_wcache.content import Content, ContentError, compute_content, read_versions
+from warmhold_wcache.errors import MissError, WcacheError
+from warmhold_wcache.generation import Generation
+from warmhold_wcache.vllm_plugin import model_state, residency
+from warmhold_wcache.vllm_plugin.cpu_linear import CpuLinear, select_cpu_linear
+from warmhold_wcache.vllm_plugin.exact_key import build_exact_key
+from warmhold_wcache.vllm_plugin.model_state import StructureError
+from warmhold_wcache.vllm_plugin.options import Options, Source, read_options
+from warmhold_wcache.vllm_plugin.outcome import Outcome, write_outcome
+from warmhold_wcache.vllm_plugin.support import find_unsupported
+
+logger = init_logger("vllm.warmhold")  # below vLLM's own, or its handlers would not see it
+
+_STAGE = "loaded"
+_PROGRESS_EVERY_S = 5.0
+_RETRY_S = 0.2
+
+
+class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
+    """Load format `warmhold`, and `ipc_cache` on a CPU; `--model-loader-extra-config` has its
+    settings."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        extra = load_config.model_loader_extra_config or {}
+        self.options: Options = read_options(extra, load_config.load_format)
+        self.waits = load_config.load_format == "ipc_cache" and not self.options.fallback
+        self.disk = get_model_loader(
+            replace(
+                load_config,
+                load_format=self.options.disk_format,
+                model_loader_extra_config=dict(self.options.rest),
+            )
+        )
+
+    def download_model(self, model_config: Any) -> None:
+        """Fetch the checkpoint to this machine, as the loader for disks does."""
+        self.disk.download_model(model_config)
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Load weights from disk into a model that exists; its shared tensors become private
+        first."""
+        residency.detach(model)
+        self.disk.load_weights(model, model_config)
+
+    def get_external_weight_memory(self, vllm_config: Any) -> int:
+        """Bytes of device memory that another process holds for this model: none on a CPU."""
+        return 0
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        """Given the configuration, return the model with its weights, from the vault or from
+        disk."""
+        outcome = Outcome(cpu_linear=self.options.cpu_linear if current_platform.is_cpu() else "")
+        if current_platform.is_cpu():
+            # Before any layer is processed, and for every source: one path for all.
+            select_cpu_linear(CpuLinear(self.options.cpu_linear))
+        model = self._load(vllm_config, model_config, prefix, outcome)
+        outcome.seconds["total"] = time.monotonic() - outcome.started
+        log = logger.warning if outcome.warn else logger.info
+        log("weights %s", outcome.text())
+        write_outcome(outcome, self.options.report)
+        return model
+
+    def _load(
+        self, vllm_config: Any, model_config: Any, prefix: str, outcome: Outcome
+    ) -> nn.Module:
+        key, content, folder = self._read_key(vllm_config, model_config, outcome)
+        if key is not None and self.options.source is not Source.DISK:
+            model = self._try_vault(vllm_config, model_config, prefix, key, outcome)
+            if model is not None:
+                return model
+        if self.options.source is Source.IPC_CACHE or self.waits:
+            raise WcacheError(
+                outcome.code or "wcache.absent",
+                f"the weights are not in the vault: {outcome.reason}",
+                "start once with mode auto, or preload the model",
+            )
+        return self._load_from_disk(
+            vllm_config, model_config, prefix, key, content, folder, outcome
+        )
+
+    def _read_key(
+        self, vllm_config: Any, model_config: Any, outcome: Outcome
+    ) -> tuple[dict[str, str] | None, Content | None, Path | None]:
+        """The exact key; None, with the reason in the outcome, where there can be none."""
+        if not current_platform.is_cpu():
+            outcome.miss("wcache.unsupported", "the vault serves this device type not yet")
+            return None, None, None
+        if getattr(vllm_config.parallel_config, "enable_eplb", False):
+            outcome.miss("wcache.unsupported", "experts are moved at run time (EPLB)")
+            return None, None, None
+        if self.options.disk_format == "dummy":
+            outcome.miss("wcache.unsupported", "dummy weights have no content")
+            return None, None, None
+        try:
+            with outcome.phase("content"):
+                folder = self._find_folder(model_config)
+                content = compute_content(folder, self.options.digests, _log_progress())
+        except (ContentError, OSError) as error:
+            outcome.miss("wcache.unsupported", f"no content identity: {error}", warn=True)
+            return None, None, None
+        key = build_exact_key(
+            vllm_config,
+            model_config,
+            content,
+            device=current_platform.device_type,
+            stage=_STAGE,
+            cpu_linear=self.options.cpu_linear,
+            disk_format=self.options.disk_format,
+        )
+        return key, content, folder
+
+    def _find_folder(self, model_config: Any) -> Path:
+        model = Path(model_config.model)
+        if model.is_dir():
+            return model
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        where = {"cache_dir": self.load_config.download_dir, "revision": model_config.revision}
+        with suppress(LocalEntryNotFoundError):
+            folder = Path(snapshot_download(model_config.model, local_files_only=True, **where))
+            if read_versions(folder):
+                return folder
+        self.disk.download_model(model_config)
+        return Path(snapshot_download(model_config.model, local_files_only=True, **where))
+
+    def _try_vault(
+        self,
+        vllm_config: Any,
+        model_config: Any,
+        prefix: str,
+        key: dict[str, str],
+        outcome: Outcome,
+    ) -> nn.Module | None:
+        """The model on the vault's weights; None, with the reason in the outcome, on a miss."""
+        try:
+            with outcome.phase("fetch"), self._client() as client:
+                generation, fds = self._fetch(client, key)
+        except MissError as error:
+            outcome.miss(error.code, error.detail, error.fields)
+            return None
+        except (WcacheError, OSError) as error:
+            outcome.miss(getattr(error, "code", "wcache.absent"), str(error), warn=True)
+            return None
+        try:
+            with outcome.phase("map"):
+                addresses = residency.map_generation(generation, fds)
+        finally:
+            residency.close_all(fds)
+        try:
+            with _undone_on_error(vllm_config), outcome.phase("build"):
+                model = self._build_on(generation, addresses, vllm_config, model_config, prefix)
+        except Exception as error:
+            residency.unmap(generation, addresses)
+            self._release(generation)
+            known = isinstance(error, StructureError)
+            outcome.miss("wcache.unsupported", str(error) or repr(error), warn=True)
+            outcome.publishes = False  # the same key would bring the same failure
+            if not known:
+                logger.exception("the vault's weights could not be used")
+            return None
+        outcome.hit(generation)
+        if self.options.copy:
+            residency.unmap(generation, addresses)
+            self._release(generation, drop=self.options.release)
+        else:
+            self._keep(generation, addresses, model)
+        return model
+
+    def _fetch(self, client: VaultClient, key: dict[str, str]) -> tuple[Generation, list[int]]:
+        deadline = time.monotonic() + self.options.state_timeout_s
+        while True:
+            try:
+                return client.fetch(key)
+            except (WcacheError, OSError) as error:
+                mismatch = isinstance(error, MissError) and error.code == "wcache.key-mismatch"
+                if not self.waits or mismatch or time.monotonic() >= deadline:
+                    raise
+            time.sleep(_RETRY_S)
+
+    def _client(self) -> VaultClient:
+        return VaultClient(self.options.socket_path, self.options.connect_timeout_s)
+
+    def _keep(self, generation: Generation, addresses: list[int], model: nn.Module) -> None:
+        kept = residency.Residency(
+            generation, addresses, self.options.socket_path, self.options.connect_timeout_s
+        )
+        residency.keep(kept, model)
+
+    def _release(self, generation: Generation, drop: bool = False) -> None:
+        with suppress(WcacheError, OSError), self._client() as client:
+            client.release(generation.id)
+            if drop:
+                client.drop(generation.id)
+
+    def _build_on(
+        self,
+        generation: Generation,
+        addresses: list[int],
+        vllm_config: Any,
+        model_config: Any,
+        prefix: str,
+    ) -> nn.Module:
+        device = self._device(vllm_config)
+        with set_default_torch_dtype(model_config.dtype):
+            with torch.device("meta"):
+                model: nn.Module = initialize_model(
+                    vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                )
+            if reason := find_unsupported(model):
+                raise StructureError(reason)
+            plain = frozenset(generation.attributes.get("plain", ()))
+            model_state.check_shapes(
+                model_state.read_shapes(model), _stored_shapes(generation, plain)
+            )
+            model_state.set_tensors(
+                model,
+                residency.read_tensors(generation, addresses, self.options.copy),
+                generation.aliases,
+                plain,
+            )
+            model_state.set_scalars(model, generation.attributes.get("scalars", {}))
+            if left := model_state.find_meta(model):
+                raise StructureError(f"{len(left)} tensors have no memory, among them {left[0]}")
+            _reload_to(model, device)
+            with device:
+                process_weights_after_loading(model, model_config, device)
+        return model.eval()
+
+    def _load_from_disk(
+        self,
+        vllm_config: Any,
+        model_config: Any,
+        prefix: str,
+        key: dict[str, str] | None,
+        content: Content | None,
+        folder: Path | None,
+        outcome: Outcome,
+    ) -> nn.Module:
+        if key is None:
+            with outcome.phase("load"):
+                model: nn.Module = self.disk.load_model(
+                    vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                )
+            outcome.size_bytes = _model_bytes(model)
+            return model
+        device = self._device(vllm_config)
+        with set_default_torch_dtype(model_config.dtype):
+            with outcome.phase("load"):
+                with device:
+                    model = self.disk.create_model(
+                        vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                    )
+                shapes = model_state.read_shapes(model)
+                scalars = model_state.read_scalars(model)
+                self.disk.load_weights(model, model_config)
+                gc.collect()
+            outcome.size_bytes = _model_bytes(model)
+            reason = find_unsupported(model)
+            if not reason and model_state.read_shapes(model) != shapes:
+                reason = "loading changes the shapes of tensors"
+            if not reason and folder and content and read_versions(folder) != content.versions:
+                reason = "weight files changed while they were loaded"
+            if reason:
+                outcome.not_published(reason)
+            elif outcome.publishes:
+                changed = model_state.find_changed(scalars, model_state.read_scalars(model))
+                self._publish(model, model_config, key, changed, outcome)
+            with device:
+                process_weights_after_loading(model, model_config, device)
+            gc.collect()
+        return model.eval()
+
+    def _publish(
+        self,
+        model: nn.Module,
+        model_config: Any,
+        key: dict[str, str],
+        scalars: dict[str, dict[str, Any]],
+        outcome: Outcome,
+    ) -> None:
+        """Move the model into segments and hand them to the vault. Without a vault nothing is
+        moved; a vault that fails afterwards leaves a model that serves from its own segments."""
+        try:
+            with self._client() as client:
+                resident = any(entry["key"] == key for entry in client.stat())
+        except (WcacheError, OSError) as error:
+            outcome.not_published(str(error), warn=True)
+            return
+        if resident:
+            outcome.not_published("these weights are in the vault already")
+            return
+        _retie(model, model_config)
+        with outcome.phase("move"):
+            inventory = model_state.read_inventory(model)
+            sizes, places = residency.build_layout(inventory, self.options.segment_bytes)
+            made, fds = residency.move_into_segments(inventory, sizes, places, "weights")
+        generation = Generation(
+            key=key,
+            launch_key=dict(self.options.launch_key),
+            backend="memfd",
+            device=current_platform.device_type,
+            model=str(model_config.model),
+            segments=made,
+            tensors=tuple(places),
+            aliases=inventory.aliases,
+            attributes={"plain": list(inventory.plain), "scalars": scalars},
+        )
+        try:
+            with outcome.phase("publish"), self._client() as client:
+                client.publish(generation, fds)
+        except (WcacheError, OSError) as error:
+            outcome.not_published(str(error), warn=True)
+        else:
+            outcome.published = generation.id
+        finally:
+            residency.close_all(fds)
+        self._keep(generation, [segment.address for segment in made], model)
+
+    def _device(self, vllm_config: Any) -> torch.device:
+        return torch.device(self.load_config.device or vllm_config.device_config.device)
+
+
+def _stored_shapes(generation: Generation, plain: frozenset[str]) -> model_state.Shapes:
+    stored = {tensor.name: (tensor.shape, tensor.dtype) for tensor in generation.tensors}
+    stored |= {alias: stored[name] for alias, name in generation.aliases.items() if name in stored}
+    return {name: value for name, value in stored.items() if name not in plain}
+
+
+def _model_bytes(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+
+
+def _retie(model: nn.Module, model_config: Any) -> None:
+    """Let an output head that equals the embedding share its memory before it is stored twice;
+    vLLM does so in post-processing, from 0.32 on."""
+    with suppress(ImportError, AttributeError):
+        from vllm.model_executor.model_loader.weight_tying import maybe_retie_word_embeddings
+
+        maybe_retie_word_embeddings(model, model_config)
+
+
+def _reload_to(model: nn.Module, device: torch.device) -> None:
+    """Later reloads of layers create tensors on the device that vLLM noted when the model was
+    built, which on a hit was the meta device."""
+    with suppress(ImportError, AttributeError):
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for module in model.modules():
+            get_layerwise_info(module).restore_device = device
+
+
+@contextmanager
+def _undone_on_error(vllm_config: Any) -> Iterator[None]:
+    """Building a model enters its layers into tables, where a second build would find them taken,
+    and rotary embeddings into a cache, where it would find tensors without memory."""
+    compilation = vllm_config.compilation_config
+    layers = dict(compilation.static_forward_context)
+    experts = list(getattr(compilation, "static_all_moe_layers", ()))
+    from vllm.model_executor.layers import rotary_embedding
+
+    rotary = dict(rotary_embedding._ROPE_DICT)
+    try:
+        yield
+    except BaseException:
+        compilation.static_forward_context.clear()
+        compilation.static_forward_context.update(layers)
+        if hasattr(compilation, "static_all_moe_layers"):
+            compilation.static_all_moe_layers[:] = experts
+        rotary_embedding._ROPE_DICT.clear()
+        rotary_embedding._ROPE_DICT.update(rotary)
+        raise
+
+
+def _log_progress() -> Any:
+    last = time.monotonic()
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > _PROGRESS_EVERY_S:
+            last = now
+            logger.info("reading weight files done=%d total=%d", done_bytes, total_bytes)
+
+    return progress
