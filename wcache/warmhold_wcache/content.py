@@ -149,9 +149,11 @@ def _hash_file(version: FileVersion, meter: _Meter, threads: int) -> str:
     try:
         # Read, not mapped: a file that is cut while it is mapped kills the process with SIGBUS.
         with path.open("rb", buffering=0) as file:
-            while count := file.readinto(block):
+            left = version.size_bytes  # not to the end: a file that grows would have none
+            while left > 0 and (count := file.readinto(block[:left])):
                 hasher.update(block[:count])
                 meter.add(count)
+                left -= count
             after = _version(path, os.fstat(file.fileno()))
     except OSError as error:
         raise ContentError(f"cannot read {path}: {error.strerror}") from error

@@ -31,7 +31,7 @@ _UNRELATED_FLAGS = frozenset(
     response-role return-tokens-as-token-ids root-path seed served-model-name ssl-ca-certs
     ssl-cert-reqs ssl-certfile ssl-keyfile swap-space tool-call-parser tool-parser-plugin uds
     uvicorn-log-level
-    """.split()
+    """.split()  # noqa: SIM905
 )
 _UNRELATED_VARIABLES = frozenset(
     """
@@ -42,7 +42,7 @@ _UNRELATED_VARIABLES = frozenset(
     VLLM_LOGGING_LEVEL VLLM_LOGGING_PREFIX VLLM_LOGGING_STREAM VLLM_LOG_STATS_INTERVAL
     VLLM_NO_USAGE_STATS VLLM_PLUGINS VLLM_PORT VLLM_RPC_BASE_PATH VLLM_USAGE_SOURCE
     VLLM_USAGE_STATS_SERVER VLLM_USE_AOT_COMPILE
-    """.split()
+    """.split()  # noqa: SIM905
 )
 _SHORT_FLAGS = {
     "tp": "tensor-parallel-size",
