@@ -58,7 +58,8 @@ def boot(arguments: tuple[str, ...]) -> None:
     )
     start.prepare_folders(settings, plan)
     start.write_command(env.run_dir, arguments)
-    sys.exit(run_pid1(conf.write_conf(settings), env.run_dir))
+    uid = os.getuid() if plan.uid is None else plan.uid
+    sys.exit(run_pid1(conf.write_conf(settings), env.run_dir, uid))
 
 
 @cli.command(context_settings={"ignore_unknown_options": True})

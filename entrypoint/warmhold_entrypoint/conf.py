@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""supervisord's configuration: a fixed text with three numbers and two paths, and no user data.
+"""supervisord's configuration: a fixed text with a few numbers and paths, and no user data.
 
 The engine's argv never passes through it, because supervisord cuts commands at ` ;` and ` #` even
 inside quotes and expands `%`. Exit codes are the runner's business: every code that it ends with is
 listed as expected, so that only a runner killed by a signal is started again.
+
+Priorities order starts, and stops in reverse: the vault comes before the engine and goes after it.
 """
 
 import os
@@ -11,11 +13,13 @@ import re
 import sys
 from pathlib import Path
 
+from . import fdstore, launcher
 from .errors import Fault
 from .files import write_atomically
-from .settings import Settings
+from .settings import Environment, Settings
 
 CONF_NAME = "supervisord.conf"
+VAULT_SOCKET = "wcache.sock"
 _SAFE_PATH = re.compile(r"/[\w./-]*")
 
 _TEXT = """\
@@ -49,8 +53,18 @@ password=warmhold
 supervisor.ctl_factory=warmhold_entrypoint.ctl:make_plugin
 run_dir={run_dir}
 
+[program:wcache]
+command={python} -I -S {launcher} --listen {run_dir}/{socket} {uid} none {vault}
+priority=100
+autorestart=true
+; The vault itself slows down starts that fail; one that was killed is back at once.
+startsecs=0
+stopsignal=TERM
+{logs}
+
 [program:engine]
 command={python} -m warmhold_entrypoint.engine
+priority=200
 autorestart=unexpected
 exitcodes={exit_codes}
 startsecs=0
@@ -101,14 +115,29 @@ def check_paths(settings: Settings) -> list[Fault]:
     ]
 
 
+def build_vault_argv(env: Environment) -> list[str]:
+    """Given the settings, return the argv that the launcher becomes for the vault."""
+    return [
+        *(sys.executable, "-m", "warmhold_wcache.serve"),
+        *("--listen-fd", str(launcher.LISTEN_FD)),
+        *("--store", f"{env.run_dir}/{fdstore.SOCKET_NAME}"),
+        *("--log-level", env.log_level, "--log-format", env.log_format),
+    ]
+
+
 def build_conf(settings: Settings) -> str:
     """Given settings, return the text of supervisord's configuration."""
-    run_dir = str(settings.env.run_dir)
+    env = settings.env
+    run_dir = str(env.run_dir)
     text = _TEXT.format(
         run_dir=run_dir,
         python=sys.executable,
         user="user=root" if os.getuid() == 0 else "; not root",
         stop_wait_s=settings.stop_wait_s,
+        launcher=Path(__file__).with_name("launcher.py"),
+        socket=VAULT_SOCKET,
+        uid=os.getuid() if env.engine_uid is None else env.engine_uid,
+        vault=" ".join(build_vault_argv(env)),
         exit_codes=",".join(str(code) for code in range(256)),
         logs=_LOGS,
     )

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes every right away from a process and then becomes the engine.
+"""Takes every right away from a process and then becomes the engine, or the vault.
 
 Run as a script by the runner, with the standard library alone and without site-packages, because it
 stands between the runner and the engine at each start:
 
-    python -I -S launcher.py UID GROUP program argument...
+    python -I -S launcher.py [--listen PATH] UID GROUP program argument...
+
+With `--listen` the program inherits a Unix socket that listens at PATH (mode 0600, the user's) as
+descriptor 3: afterwards it has no right to make one in a folder of root's. GROUP `none` leaves the
+process unmarked: what is not of an engine must not be swept with one.
 
 Afterwards the process has empty capability sets (bounding set too), `no_new_privs`, its own
-session, the engine's group, and a seccomp filter. The filter lets io_uring answer ENOSYS (CRIU
-cannot dump a ring; libuv falls back to epoll) and denies what model code must not do to the host.
+session, no group but the given one, and a seccomp filter. The filter lets io_uring answer ENOSYS
+(CRIU cannot dump a ring; libuv falls back to epoll) and denies what model code must not do to the
+host.
 Sources: linux/prctl.h, linux/capability.h, linux/seccomp.h, linux/audit.h.
 """
 
@@ -27,6 +32,9 @@ _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
+
+LISTEN_FD = 3
+_BACKLOG = 512
 
 _LOAD_WORD = 0x20  # BPF_LD | BPF_W | BPF_ABS
 _JUMP_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
@@ -120,14 +128,15 @@ def build_filter(machine: str) -> bytes:
     return b"".join(program)
 
 
-def drop_rights(uid: int, group: int, libc: ctypes.CDLL) -> None:
-    """Given the engine's uid and group, give up every capability; raise OSError where that fails.
+def drop_rights(uid: int, group: int | None, libc: ctypes.CDLL) -> None:
+    """Given the uid and the marking group (or none), give up every capability.
 
-    Without CAP_SETGID the group is left out (`tree` then follows parents instead), and without
-    CAP_SETPCAP the bounding set stays, which `no_new_privs` makes harmless.
+    Raise OSError where that fails. Without CAP_SETGID the group is left out (`tree` then follows
+    parents instead), and without CAP_SETPCAP the bounding set stays, which `no_new_privs` makes
+    harmless.
     """
     with suppress(PermissionError):
-        os.setgroups([group])
+        os.setgroups([] if group is None else [group])
     _prctl(libc, _PR_SET_NO_NEW_PRIVS, 1)
     with suppress(PermissionError):
         for capability in range(_last_capability() + 1):
@@ -151,6 +160,27 @@ def set_filter(libc: ctypes.CDLL) -> bool:
     return bool(libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) == 0)
 
 
+def listen(path: str, uid: int) -> None:
+    """Given a path and a user, leave a socket that listens there as descriptor 3."""
+    import socket  # an engine needs none, and its start would pay for it
+
+    with suppress(FileNotFoundError):
+        os.unlink(path)  # noqa: PTH108 - no pathlib, as below
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    listener.bind(path)
+    os.umask(mask)
+    if uid != os.getuid():
+        os.chown(path, uid, -1)
+    listener.listen(_BACKLOG)
+    # supervisord gives its programs no descriptor above 2, so this one is free.
+    if listener.fileno() == LISTEN_FD:
+        os.set_inheritable(LISTEN_FD, True)
+    else:
+        os.dup2(listener.fileno(), LISTEN_FD)
+    listener.detach()
+
+
 def load_libc() -> ctypes.CDLL:
     """Return the C library with errno kept."""
     return ctypes.CDLL(None, use_errno=True)
@@ -158,15 +188,24 @@ def load_libc() -> ctypes.CDLL:
 
 def main() -> None:
     """Drop all rights and exec the given program; end with 126 or 127 as a shell does."""
-    uid, group, program = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    arguments = sys.argv[1:]
+    path = None
+    if arguments[0] == "--listen":
+        path, arguments = arguments[1], arguments[2:]
+    uid, program = int(arguments[0]), arguments[2:]
+    group = None if arguments[1] == "none" else int(arguments[1])
     libc = load_libc()
-    os.setsid()
+    # supervisord makes each program the leader of a process group, which cannot have a new session.
+    with suppress(PermissionError):
+        os.setsid()
+    if path is not None:
+        listen(path, uid)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     drop_rights(uid, group, libc)
     if not set_filter(libc):
-        sys.stderr.write("warmhold.launcher: the engine runs without its seccomp filter\n")
+        sys.stderr.write(f"warmhold.launcher: {program[0]} runs without its seccomp filter\n")
     try:
         os.execvp(program[0], program)  # noqa: S606 - becoming the engine is this script's purpose
     except OSError as error:

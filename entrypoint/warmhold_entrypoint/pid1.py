@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PID 1 of the container: starts supervisord, reaps every orphan, owns the container's exit code.
+"""PID 1 of the container: starts supervisord, reaps every orphan, keeps the vault's descriptors.
 
-A stop on request ends with 0. When supervisord ends unasked, the engine was given up, and its exit
-code, which the runner left in the run directory, becomes the container's.
+It owns the container's exit code. A stop on request ends with 0. When supervisord ends unasked, the
+engine was given up, and its exit code, which the runner left in the run directory, becomes the
+container's.
 """
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from . import tree
 from .errors import Exit
+from .fdstore import FdStore
 from .files import read_json
 from .log import Log
 from .supervision import is_alive
@@ -27,19 +31,26 @@ _HURRY_POLL_S = 0.01
 _log = Log("pid1")
 
 
-def run_pid1(conf: Path, run_dir: Path) -> int:
-    """Given supervisord's configuration and the run directory, supervise; return the exit code."""
+def run_pid1(conf: Path, run_dir: Path, uid: int) -> int:
+    """Given supervisord's configuration, the run directory and the engine's uid, supervise.
+
+    Return the exit code.
+    """
     (run_dir / EXIT_FILE).unlink(missing_ok=True)
     stop = _Stop()
     # Handlers come first: PID 1 has no default action, so an early signal would be lost.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(signum, stop.on_signal)
+    store = FdStore(run_dir, uid)
+    _watch_children(store)
     supervisord = subprocess.Popen(
         [sys.executable, "-m", "supervisor.supervisord", "-c", str(conf)], start_new_session=True
     )
     stop.forward_to(supervisord.pid)
+    _raise_fd_limit()
     hurry_supervisord(run_dir, lambda: stop.asked or supervisord.poll() is not None)
-    status = _wait_for(supervisord.pid)
+    status = _wait_for(supervisord, store)
+    store.close()
     left = tree.kill_members(None, _KILL_TIMEOUT_S)
     if left:
         _log.warning("processes outlast the stop", pids=[process.pid for process in left])
@@ -84,9 +95,33 @@ class _Stop:
             os.kill(pid, signal.SIGTERM)
 
 
-def _wait_for(pid: int) -> int:
-    """Reap every child until the given one ends; return its status."""
-    while True:
-        ended, status = os.waitpid(-1, 0)
-        if ended == pid:
+def _watch_children(store: FdStore) -> None:
+    """Let the end of any child end a wait in the store's loop."""
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def drain() -> None:
+        with suppress(BlockingIOError):
+            os.read(reader, 4096)
+
+    # A wake-up descriptor is written to only for signals that have a handler.
+    signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    store.watch(reader, drain)
+
+
+def _raise_fd_limit() -> None:
+    """Let PID 1 keep as many descriptors as it may; supervisord has its own limit by now."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _wait_for(child: subprocess.Popen[bytes], store: FdStore) -> int:
+    """Reap every child and serve the store until the given child ends; return its status."""
+    while child.returncode is None:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == child.pid:
             return os.waitstatus_to_exitcode(status)
+        if ended == 0:
+            store.step()
+    return child.returncode

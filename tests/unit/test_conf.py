@@ -46,7 +46,7 @@ def test_no_user_data_is_in_the_text() -> None:
 
 def test_supervisord_reads_it_as_meant(tmp_path: Path) -> None:
     found = programs(settings(RUN_DIR=str(tmp_path), DRAIN_S="45", METRICS_PORT="9100"))
-    assert set(found) == {"engine", "end", "metrics"}
+    assert set(found) == {"engine", "end", "metrics", "wcache"}
     assert found["engine"].command.endswith(" -m warmhold_entrypoint.engine")
     assert found["end"].command.endswith(" -m warmhold_entrypoint.listener")
     assert found["metrics"].command.endswith(" metrics --port 9100")
@@ -63,7 +63,7 @@ def test_the_listener_hears_of_ends_and_not_of_stops(tmp_path: Path) -> None:
 
 
 def test_metrics_only_where_a_port_was_asked_for(tmp_path: Path) -> None:
-    assert set(programs(settings(RUN_DIR=str(tmp_path)))) == {"engine", "end"}
+    assert set(programs(settings(RUN_DIR=str(tmp_path)))) == {"engine", "end", "wcache"}
 
 
 def test_every_exit_code_of_the_runner_is_expected(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_no_log_is_rotated_or_kept() -> None:
         for key, value in parser.items(section)
         if key.endswith("logfile") and value != "NONE"
     ]
-    assert len(logs) == 6
+    assert len(logs) == 8
     for section, key in logs:
         assert parser.get(section, f"{key}_maxbytes") == "0"
         assert parser.get(section, f"{key}_backups") == "0"

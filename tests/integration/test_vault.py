@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vault under the real PID 1 and supervisord: it may die at any time, and no weight is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stack import Stack, eventually
+from warmhold_entrypoint import tree
+from warmhold_wcache.client import VaultClient
+
+MakeStack = Callable[..., Stack]
+SEGMENTS, SEGMENT_BYTES = 300, 1 << 14
+ROUNDS = 20
+
+
+def socket_of(stack: Stack) -> Path:
+    return stack.folder / "run" / "wcache.sock"
+
+
+def processes(stack: Stack) -> Iterator[tuple[Path, bytes]]:
+    """The stack's processes as seen from outside: folder in /proc and command line."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(stack.folder).encode() in (folder / "environ").read_bytes():
+                yield folder, (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+
+
+def vault_pid(stack: Stack) -> int:
+    def find() -> int:
+        found = [
+            int(folder.name)
+            for folder, command in processes(stack)
+            if b"warmhold_wcache.serve\0" in command and b"launcher.py" not in command
+        ]
+        return found[0] if len(found) == 1 else 0
+
+    return eventually(find, "the one vault")
+
+
+def fd_count(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def settled_fds(stack: Stack) -> tuple[int, int]:
+    """Descriptors of PID 1 and vault once no client comes or goes: three equal looks in a row."""
+    looks: list[tuple[int, int]] = []
+
+    def settled() -> bool:
+        looks.append((fd_count(stack.pid), fd_count(vault_pid(stack))))
+        return len(looks) > 2 and len(set(looks[-3:])) == 1
+
+    eventually(settled, "a count that stays")
+    return looks[-1]
+
+
+def memfd_bytes(stack: Stack) -> int:
+    """The bytes of all memfds that any process of the stack has open or mapped."""
+    sizes: dict[str, int] = {}
+    for folder, _ in processes(stack):
+        try:
+            for link in (folder / "fd").iterdir():
+                if str(link.readlink()).startswith("/memfd:"):
+                    status = link.stat()
+                    sizes[str(status.st_ino)] = status.st_size
+            for line in (folder / "maps").read_text().splitlines():
+                if "/memfd:" in line:
+                    first, _, last = line.split()[0].partition("-")
+                    sizes.setdefault(line.split()[4], int(last, 16) - int(first, 16))
+        except OSError:
+            continue
+    return sum(sizes.values())
+
+
+def stat(stack: Stack) -> list[dict[str, Any]]:
+    with VaultClient(socket_of(stack), timeout_s=30, wait_s=30) as client:
+        rows = client.stat()
+    for row in rows:
+        del row["last_use"]
+    return rows
+
+
+def kill(stack: Stack) -> None:
+    os.kill(vault_pid(stack), signal.SIGKILL)
+
+
+def restart(stack: Stack) -> None:
+    result = stack.supervisorctl("restart", "wcache")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def serve(make_stack: MakeStack) -> Stack:
+    stack = make_stack()
+    stack.environment["FAKE_VLLM_VAULT"] = str(socket_of(stack))
+    stack.serve()
+    eventually(lambda: stat(stack), "the generation")
+    return stack
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["held", "unheld"])
+@pytest.mark.parametrize("end", [kill, restart])
+def test_no_generation_is_lost(
+    make_stack: MakeStack, end: Callable[[Stack], None], held: bool
+) -> None:
+    stack = serve(make_stack)
+    if not held:
+        assert stack.supervisorctl("stop", "engine").returncode == 0
+        eventually(lambda: stat(stack)[0]["holders"] == [], "the end of the lease")
+    rows = stat(stack)
+    assert [(row["bytes"], len(row["holders"])) for row in rows] == [
+        (SEGMENTS * SEGMENT_BYTES, 1 if held else 0)
+    ]
+    pid = vault_pid(stack)
+    restart(stack)  # what a vault took back counts as the normal state
+    assert vault_pid(stack) != pid
+    assert stat(stack) == rows
+    size, counts = memfd_bytes(stack), settled_fds(stack)
+    assert min(counts) > SEGMENTS
+    for _ in range(ROUNDS):
+        pid = vault_pid(stack)
+        end(stack)
+        assert stat(stack) == rows
+        assert vault_pid(stack) != pid
+        if held:
+            assert stack.complete()["choices"]
+    assert settled_fds(stack) == counts
+    assert memfd_bytes(stack) == size
+    # The next engine maps what the first one published.
+    assert stack.supervisorctl("restart", "engine").returncode == 0
+    assert stack.text().count("weights published") == 1
+    assert f"weights mapped {rows[0]['id']}" in stack.text()
+    eventually(lambda: memfd_bytes(stack) == size, "one generation in memory")
+    assert stack.stop() == 0
+
+
+def test_every_engine_finds_the_weights_and_a_dead_one_holds_nothing(make_stack: MakeStack) -> None:
+    stack = serve(make_stack)
+    size = memfd_bytes(stack)
+    for start in range(3):
+        holders = stat(stack)[0]["holders"]
+        assert len(holders) == 1
+        os.kill(stack.roles()["front"], signal.SIGKILL)
+        stack.wait_ready(starts=start + 2)
+        assert eventually(lambda: stat(stack)[0]["holders"], "the new holder") != holders
+    assert stack.text().count("weights published") == 1
+    assert stack.text().count("weights mapped") == 3
+    assert eventually(lambda: memfd_bytes(stack) == size, "one generation in memory")
+
+
+def wcache(stack: Stack, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "warmhold_wcache.cli", "--socket", str(socket_of(stack))]
+    return stack._run([*command, *arguments])
+
+
+def test_commands(make_stack: MakeStack) -> None:
+    stack = serve(make_stack)
+    (row,) = json.loads(wcache(stack, "status", "--json").stdout)
+    assert row["model"] == "fake"
+    assert row["id"] in wcache(stack, "status").stdout
+    assert wcache(stack, "health").returncode == 0
+    refused = wcache(stack, "drop", row["id"])
+    assert refused.returncode == 1
+    assert "wcache.in-use" in refused.stderr
+    assert stat(stack)[0]["id"] == row["id"]
+    assert stack.supervisorctl("stop", "engine").returncode == 0
+    fds = fd_count(stack.pid)
+    assert wcache(stack, "drop", row["id"]).returncode == 0
+    assert stat(stack) == []
+    assert memfd_bytes(stack) == 0
+    assert fd_count(stack.pid) == fds - SEGMENTS - 1
+    restart(stack)
+    assert stat(stack) == []
+    os.kill(vault_pid(stack), signal.SIGSTOP)
+    try:
+        hung = wcache(stack, "--timeout", "0.5", "health")
+        assert hung.returncode == 69
+        assert "wcache.hung" in hung.stderr
+    finally:
+        os.kill(vault_pid(stack), signal.SIGCONT)
+    assert stack.supervisorctl("stop", "wcache").returncode == 0
+    dead = wcache(stack, "status")
+    assert dead.returncode == 69
+    assert "wcache.dead-socket" in dead.stderr
+
+
+def test_the_vault_is_without_rights_and_outside_the_engines_tree(make_stack: MakeStack) -> None:
+    stack = serve(make_stack)
+    status = Path(f"/proc/{vault_pid(stack)}/status").read_text()
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
+        assert int(fields[name], 16) == 0, name
+    assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
+    assert str(tree.ENGINE_GROUP) not in fields["Groups"].split()
+    assert socket_of(stack).stat().st_mode & 0o777 == 0o600
+    assert (stack.folder / "run" / "fdstore.sock").stat().st_mode & 0o777 == 0o600
+    assert b"warmhold_wcache" in Path(f"/proc/{vault_pid(stack)}/cmdline").read_bytes()
+
+
+def test_the_vault_ends_after_the_engine(make_stack: MakeStack) -> None:
+    stack = serve(make_stack)
+    vault = vault_pid(stack)
+    os.kill(stack.roles()["core"], signal.SIGSTOP)
+    os.kill(stack.pid, signal.SIGTERM)
+    eventually(lambda: "STOPPING" in stack.text(), "the engine's stop")
+    while stack.tree():
+        alive = Path(f"/proc/{vault}").exists()
+        assert alive or not stack.tree()
+    assert stack.wait() == 0

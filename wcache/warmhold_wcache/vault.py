@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vault: keeps the descriptors of published generations and hands them out.
+
+It maps nothing and runs on the standard library, because its memory is paid on every machine. With
+an fd store it may die at any moment: a publish is acknowledged only after the store holds
+duplicates, and a starting vault takes them back, leases included. A generation is visible whole or
+not at all. `serve` is its process.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import MissError, WcacheError, malformed
+from .generation import Generation, differences, key_id, read_description
+from .leases import Leases
+from .log import Log
+from .protocol import MAX_FDS, VERSION, FdBag, Peer, open_peer_pidfd
+from .segments import check_description, check_segments
+from .server import Answer, Client, LentFds, Server, Transfer, give_fds, take_fds
+from .store import FdStoreClient
+
+MAX_GENERATIONS = 256
+_SHOWN = 200
+
+
+@dataclass
+class Resident:
+    """What the vault keeps of a generation: its keys and size, and the descriptors."""
+
+    key: dict[str, str]
+    launch_key: dict[str, str]
+    model: str
+    size_bytes: int
+    lent: LentFds  # the description, then the segments
+    last_use: float
+
+
+class Vault:
+    """The service. Owns the residents and the leases, and their duplicates in the store."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        store: FdStoreClient | None,
+        log: Log,
+        limit_s: float = 5.0,
+    ) -> None:
+        self._store = store
+        self._log = log
+        self._residents: dict[str, Resident] = {}
+        self.server = Server(listener, self, limit_s=limit_s)
+        self._leases = Leases(self.server.watch, self.server.forget, self._forget_lease)
+        self._verbs: dict[str, Callable[[Client, dict[str, Any]], Answer | Transfer]] = {
+            "hello": self._hello,
+            "publish": self._publish,
+            "fetch": self._fetch,
+            "lease": self._lease,
+            "release": self._release,
+            "stat": self._stat,
+            "drop": self._drop,
+        }
+
+    def admits(self, sock: socket.socket, peer: Peer) -> bool:
+        """Serve this process's own user, and root."""
+        return peer.uid in (0, os.getuid())
+
+    def warn(self, message: str, **fields: object) -> None:
+        """Log what the server met."""
+        self._log.warning(message, **fields)
+
+    def handle(self, client: Client, body: dict[str, Any]) -> Answer | Transfer:
+        """Given a request, do what its verb says."""
+        verb = self._verbs.get(str(body.get("verb")))
+        if verb is None:
+            raise malformed(f"unknown verb {str(body.get('verb'))[:_SHOWN]!r}")
+        return verb(client, body)
+
+    def recover(self) -> int:
+        """Take back what the store holds; return how many generations are resident.
+
+        An entry that does not hold what its name says is dropped there: it would only leak.
+        """
+        if self._store is None:
+            return 0
+        entries = sorted(self._store.entries(), key=lambda entry: entry.name)
+        for entry in entries:  # by name, so generations come before their leases
+            kind, _, rest = entry.name.partition(".")
+            with self._store.take(entry.name) as bag:
+                try:
+                    if kind == "generation":
+                        self._keep(read_whole(bag), bag, entry.put_at)
+                    else:
+                        self._recover_lease(rest, bag, entry.put_at)
+                except WcacheError as error:
+                    self._log.warning("dropped an entry", name=entry.name, detail=error.detail)
+                    self._store.drop(entry.name)
+        return len(self._residents)
+
+    def close(self) -> None:
+        """Close every descriptor that is not the server's. The store keeps its duplicates."""
+        self._leases.close()
+        for resident in self._residents.values():
+            resident.lent.give_up()
+        self._residents.clear()
+
+    def _recover_lease(self, name: str, bag: FdBag, put_at: float) -> None:
+        generation_id, _, pid = name.partition(".")
+        if generation_id not in self._residents or len(bag) != 1 or not pid.isdigit():
+            raise malformed("a lease of nothing")
+        resident = self._residents[generation_id]
+        resident.last_use = max(resident.last_use, put_at)
+        # One that has ended meanwhile ends at the loop's first step.
+        self._leases.add(generation_id, int(pid), bag.take()[0])
+
+    def _hello(self, client: Client, body: dict[str, Any]) -> Answer:
+        count = len(self._residents)
+        return {
+            **{"ok": True, "version": VERSION, "pid": os.getpid(), "uid": os.getuid()},
+            **{"generations": count, "clients": self.server.clients, "leases": len(self._leases)},
+        }
+
+    def _publish(self, client: Client, body: dict[str, Any]) -> Transfer:
+        total = body.get("total")
+        if type(total) is not int or not 2 <= total <= MAX_FDS:
+            raise malformed("a generation has a description and 1 to 4096 segments")
+        with FdBag() as bag:
+            yield from take_fds(total, bag)
+            generation = read_whole(bag)
+            new = generation.id not in self._residents
+            if new and len(self._residents) >= MAX_GENERATIONS:
+                raise WcacheError("wcache.too-large", f"{MAX_GENERATIONS} generations are resident")
+            if self._store is not None:
+                self._store.put(f"generation.{generation.id}", bag.fds)
+            self._keep(generation, bag, time.time())
+        self._begin_lease(client, generation.id)
+        self._log.info(
+            "generation published",
+            id=generation.id,
+            model=generation.model,
+            bytes=generation.size_bytes,
+            segments=len(generation.segments),
+            pid=client.peer.pid,
+        )
+        return {"ok": True, "id": generation.id}
+
+    def _keep(self, generation: Generation, bag: FdBag, now: float) -> None:
+        """Make a generation visible, in place of one with the same key."""
+        earlier = self._residents.get(generation.id)
+        self._residents[generation.id] = Resident(
+            key=generation.key,
+            launch_key=generation.launch_key,
+            model=generation.model,
+            size_bytes=generation.size_bytes,
+            lent=LentFds(bag.take()),
+            last_use=now,
+        )
+        if earlier is not None:
+            earlier.lent.give_up()
+
+    def _fetch(self, client: Client, body: dict[str, Any]) -> Transfer:
+        key = body.get("key")
+        if not isinstance(key, dict) or any(type(value) is not str for value in key.values()):
+            raise malformed("a key is an object of texts")
+        resident = self._residents.get(key_id(key))
+        if resident is None:
+            raise self._miss(key)
+        generation_id = key_id(key)
+        new = self._begin_lease(client, generation_id)
+        resident.last_use = time.time()
+        try:
+            with resident.lent as fds:
+                return (yield from give_fds(fds, {"id": generation_id}))
+        except BaseException:
+            # It never got them, so it holds nothing.
+            if new:
+                self._leases.end(generation_id, client.peer.pid)
+            raise
+
+    def _miss(self, key: dict[str, str]) -> MissError:
+        """Given a key that is not resident, say what differs from the nearest that is."""
+        if not self._residents:
+            return MissError("wcache.absent", "no generation is resident", {})
+        nearest = min(
+            (differences(resident.key, key) for resident in self._residents.values()), key=len
+        )
+        shown = {name: (old[:_SHOWN], new[:_SHOWN]) for name, (old, new) in nearest.items()}
+        return MissError("wcache.key-mismatch", ", ".join(shown), shown)
+
+    def _lease(self, client: Client, body: dict[str, Any]) -> Answer:
+        generation_id = self._known(body)
+        self._residents[generation_id].last_use = time.time()
+        self._begin_lease(client, generation_id)
+        return {"ok": True}
+
+    def _release(self, client: Client, body: dict[str, Any]) -> Answer:
+        self._leases.end(str(body.get("id")), client.peer.pid)
+        return {"ok": True}
+
+    def _stat(self, client: Client, body: dict[str, Any]) -> Answer:
+        rows = [
+            {
+                "id": generation_id,
+                "model": resident.model,
+                "key": resident.key,
+                "launch_key": resident.launch_key,
+                "bytes": resident.size_bytes,
+                "segments": len(resident.lent.fds) - 1,
+                "last_use": resident.last_use,
+                "holders": self._leases.holders(generation_id),
+            }
+            for generation_id, resident in sorted(self._residents.items())
+        ]
+        return {"ok": True, "generations": rows}
+
+    def _drop(self, client: Client, body: dict[str, Any]) -> Answer:
+        generation_id = self._known(body)
+        holders = self._leases.holders(generation_id)
+        if holders and body.get("force") is not True:
+            raise WcacheError(
+                "wcache.in-use",
+                f"generation {generation_id} is held by PID {', '.join(map(str, holders))}",
+                "stop the engine, or drop with --force (a running engine keeps its memory)",
+            )
+        if self._store is not None:
+            self._store.drop(f"generation.{generation_id}")
+        self._leases.end_all(generation_id)
+        self._residents.pop(generation_id).lent.give_up()
+        self._log.info("generation dropped", id=generation_id, pid=client.peer.pid)
+        return {"ok": True}
+
+    def _known(self, body: dict[str, Any]) -> str:
+        generation_id = str(body.get("id"))
+        if generation_id not in self._residents:
+            detail = f"generation {generation_id[:_SHOWN]} is not resident"
+            raise WcacheError("wcache.absent", detail, "see `wcache status`")
+        return generation_id
+
+    def _begin_lease(self, client: Client, generation_id: str) -> bool:
+        """Begin the client's lease, also in the store; tell whether it is a new one."""
+        pid = client.peer.pid
+        try:
+            pidfd = open_peer_pidfd(client.sock, client.peer)
+        except (OSError, ValueError, OverflowError) as error:
+            raise WcacheError(
+                "wcache.refused", f"PID {pid} cannot hold a lease: {error}"
+            ) from error
+        if not self._leases.add(generation_id, pid, pidfd):
+            return False
+        if self._store is not None:
+            try:
+                self._store.put(f"lease.{generation_id}.{pid}", [pidfd])
+            except WcacheError as error:
+                self._log.warning("lease is not kept by the store", pid=pid, detail=error.detail)
+        return True
+
+    def _forget_lease(self, generation_id: str, pid: int) -> None:
+        if self._store is not None:
+            try:
+                self._store.drop(f"lease.{generation_id}.{pid}")
+            except WcacheError as error:
+                self._log.warning("lease stays in the store", pid=pid, detail=error.detail)
+
+
+def read_whole(bag: FdBag) -> Generation:
+    """Given a description and segments, return the generation; raise WcacheError unless sound."""
+    if not bag.fds:
+        raise malformed("no description")
+    description, *segments = bag.fds
+    check_description(description)
+    generation = read_description(description)
+    check_segments(generation, segments)
+    return generation
