@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of a CPU on the plain shared tensors, and on vLLM's packed copies: speed and memory.
+"""Linear layers of a CPU on the plain shared tensors, and on vLLM's packed copies: speed and
+memory.
 
     docker run --rm --shm-size 1g -v "$PWD:/src:ro" -e PYTHONPATH=/src/tests/contract \
         --entrypoint python warmhold:cpu /src/bench/linear.py [--rounds 2] [--model FOLDER]
 
-Starts of both paths take turns, with vLLM's thread binding off and on; every start is eager and loads
-from disk without a vault, so that only the path differs. One JSON line per start, then a table.
+Starts of both paths take turns, with vLLM's thread binding off and on; every start is eager and
+loads from disk without a vault, so that only the path differs. One JSON line per start, then a
+table.
 """
 
 import argparse

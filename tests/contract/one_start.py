@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One start of the real vLLM, offline: loads a model, answers, and prints what it saw as one JSON line.
+"""One start of the real vLLM, offline: loads a model, answers, and prints what it saw as one JSON
+line.
 
     python one_start.py '{"model": ..., "load_format": ..., "extra": {...}, "measure": false}'
 
@@ -80,8 +81,38 @@ def mapped(suffix: str) -> list[str]:
     return sorted(found)
 
 
+def look(worker) -> dict[str, object]:
+    """In the worker: how its weights lie in memory."""
+    from pathlib import Path
+
+    ranges = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:weights" in line or "memfd:warmhold" in line:
+            low, high = line.split()[0].split("-")
+            ranges.append((int(low, 16), int(high, 16), line.split()[1]))
+    model = worker.get_model()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    shared = [
+        name
+        for name, tensor in named.items()
+        if any(low <= tensor.data_ptr() < high for low, high, _ in ranges)
+    ]
+    head = named.get("lm_head.weight")
+    embedding = named.get("model.embed_tokens.weight")
+    return {
+        "memfds": len(ranges),
+        "rights": sorted({rights for _, _, rights in ranges}),
+        "parameters": len(named),
+        "shared": len(shared),
+        "tied": head is not None and head is embedding,
+        "loader": hasattr(embedding, "weight_loader"),
+    }
+
+
 def main() -> None:
     job = json.loads(sys.argv[1])
+    if job.get("probe"):  # functions are sent to the worker
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     from vllm import LLM, SamplingParams
 
     began = time.monotonic()
@@ -111,6 +142,21 @@ def main() -> None:
         ]
         for o in outputs
     ]
+    if job.get("probe"):
+        result["probe"] = engine.collective_rpc(look)[0]
+        again = SamplingParams(max_tokens=8, **greedy)
+
+        def tokens() -> list[list[int]]:
+            found = engine.generate(prompts, again, use_tqdm=False)
+            return [list(output.outputs[0].token_ids) for output in found]
+
+        result["quiesced"] = engine.collective_rpc("warmhold_quiesce")[0]
+        result["probe_quiesced"] = engine.collective_rpc(look)[0]["memfds"]
+        result["resumed"] = engine.collective_rpc("warmhold_resume")[0]
+        result["tokens_resumed"] = tokens()
+        engine.collective_rpc("reload_weights")
+        result["tokens_reloaded"] = tokens()
+        result["reloaded"] = engine.collective_rpc("warmhold_state")[0]
     result["mapped"] = mapped(".safetensors")
     result["memory_after"] = memory()
     if job.get("measure"):

@@ -38,7 +38,8 @@ class Vault:
 
 
 def start(environ: dict[str, str] | None = None, **job: object) -> dict:
-    """Start vLLM once; return its result, with the loader's log line as `line` and a failure's tail."""
+    """Start vLLM once; return its result, with the loader's log line as `line` and a failure's
+    tail."""
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, str(HERE / "one_start.py"), json.dumps({"model": MODEL, **job})],

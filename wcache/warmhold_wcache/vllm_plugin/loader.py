@@ -35,6 +35,7 @@ from warmhold_wcache.vllm_plugin.model_state import StructureError
 from warmhold_wcache.vllm_plugin.options import Options, Source, read_options
 from warmhold_wcache.vllm_plugin.outcome import Outcome, write_outcome
 from warmhold_wcache.vllm_plugin.support import find_unsupported
+from warmhold_wcache.vllm_plugin.worker_methods import add_worker_methods
 
 logger = init_logger("vllm.warmhold")  # below vLLM's own, or its handlers would not see it
 
@@ -81,6 +82,7 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
         if current_platform.is_cpu():
             # Before any layer is processed, and for every source: one path for all.
             select_cpu_linear(CpuLinear(self.options.cpu_linear))
+        add_worker_methods()
         model = self._load(vllm_config, model_config, prefix, outcome)
         outcome.seconds["total"] = time.monotonic() - outcome.started
         log = logger.warning if outcome.warn else logger.info

@@ -207,14 +207,14 @@ def _set(module: nn.Module, leaf: str, kind: str, value: torch.Tensor, plain: bo
     if plain:
         module.__dict__[leaf] = value
     elif kind == PARAMETER:
-        module._parameters[leaf] = value  # type: ignore[assignment]
+        module._parameters[leaf] = value
     else:
         module._buffers[leaf] = value
 
 
 def _holds_meta(value: Any, depth: int) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.device.type == "meta"
+        return bool(value.is_meta)
     if depth == 0 or isinstance(value, nn.Module):
         return False
     if isinstance(value, dict):

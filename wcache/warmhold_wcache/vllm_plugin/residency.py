@@ -127,7 +127,7 @@ def build_layout(inventory: Inventory, segment_bytes: int) -> tuple[list[int], l
                 segment=len(sizes) - 1,
                 offset_bytes=offset,
                 shape=tuple(item.tensor.shape),
-                stride=tuple(_stride(item.tensor)),
+                stride=_stride(item.tensor),
                 dtype=dtype_name(item.tensor.dtype),
             )
         )
@@ -230,12 +230,12 @@ def _trim_heap() -> None:
         trim(0)
 
 
-def _stride(tensor: torch.Tensor) -> Sequence[int]:
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """The stride a tensor has in its segment: its own if its elements lie densely, else
     contiguous."""
     if torch._C._has_storage(tensor) and _is_dense(tensor):
-        return tensor.stride()
-    return torch.empty(tensor.shape, device="meta").stride()
+        return tuple(tensor.stride())
+    return tuple(torch.empty(tensor.shape, device="meta").stride())
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
