@@ -9,8 +9,7 @@ miss; so a hit does not depend on what post-processing keeps outside of the mode
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -29,11 +28,13 @@ from warmhold_wcache.content import Content, ContentError, compute_content, read
 from warmhold_wcache.errors import MissError, WcacheError
 from warmhold_wcache.generation import Generation
 from warmhold_wcache.vllm_plugin import model_state, residency
+from warmhold_wcache.vllm_plugin.build import build_on
 from warmhold_wcache.vllm_plugin.cpu_linear import CpuLinear, select_cpu_linear
 from warmhold_wcache.vllm_plugin.exact_key import build_exact_key
 from warmhold_wcache.vllm_plugin.model_state import StructureError
 from warmhold_wcache.vllm_plugin.options import Options, Source, read_options
 from warmhold_wcache.vllm_plugin.outcome import Outcome, write_outcome
+from warmhold_wcache.vllm_plugin.publish import publish
 from warmhold_wcache.vllm_plugin.support import find_unsupported
 from warmhold_wcache.vllm_plugin.worker_methods import add_worker_methods
 
@@ -178,8 +179,16 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
         finally:
             residency.close_all(fds)
         try:
-            with _undone_on_error(vllm_config), outcome.phase("build"):
-                model = self._build_on(generation, addresses, vllm_config, model_config, prefix)
+            with outcome.phase("build"):
+                model = build_on(
+                    generation,
+                    addresses,
+                    vllm_config,
+                    model_config,
+                    prefix,
+                    device=self._device(vllm_config),
+                    copy=self.options.copy,
+                )
         except Exception as error:
             residency.unmap(generation, addresses)
             self._release(generation)
@@ -223,40 +232,6 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
             if drop:
                 client.drop(generation.id)
 
-    def _build_on(
-        self,
-        generation: Generation,
-        addresses: list[int],
-        vllm_config: Any,
-        model_config: Any,
-        prefix: str,
-    ) -> nn.Module:
-        device = self._device(vllm_config)
-        with set_default_torch_dtype(model_config.dtype):
-            with torch.device("meta"):
-                model: nn.Module = initialize_model(
-                    vllm_config=vllm_config, model_config=model_config, prefix=prefix
-                )
-            if reason := find_unsupported(model):
-                raise StructureError(reason)
-            plain = frozenset(generation.attributes.get("plain", ()))
-            model_state.check_shapes(
-                model_state.read_shapes(model), _stored_shapes(generation, plain)
-            )
-            model_state.set_tensors(
-                model,
-                residency.read_tensors(generation, addresses, self.options.copy),
-                generation.aliases,
-                plain,
-            )
-            model_state.set_scalars(model, generation.attributes.get("scalars", {}))
-            if left := model_state.find_meta(model):
-                raise StructureError(f"{len(left)} tensors have no memory, among them {left[0]}")
-            _reload_to(model, device)
-            with device:
-                process_weights_after_loading(model, model_config, device)
-        return model.eval()
-
     def _load_from_disk(
         self,
         vllm_config: Any,
@@ -295,111 +270,18 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
                 outcome.not_published(reason)
             elif outcome.publishes:
                 changed = model_state.find_changed(scalars, model_state.read_scalars(model))
-                self._publish(model, model_config, key, changed, outcome)
+                publish(model, model_config, key, changed, self.options, outcome)
             with device:
                 process_weights_after_loading(model, model_config, device)
             gc.collect()
         return model.eval()
 
-    def _publish(
-        self,
-        model: nn.Module,
-        model_config: Any,
-        key: dict[str, str],
-        scalars: dict[str, dict[str, Any]],
-        outcome: Outcome,
-    ) -> None:
-        """Move the model into segments and hand them to the vault. Without a vault nothing is
-        moved; a vault that fails afterwards leaves a model that serves from its own segments."""
-        try:
-            with self._client() as client:
-                resident = any(entry["key"] == key for entry in client.stat())
-        except (WcacheError, OSError) as error:
-            outcome.not_published(str(error), warn=True)
-            return
-        if resident:
-            outcome.not_published("these weights are in the vault already")
-            return
-        _retie(model, model_config)
-        with outcome.phase("move"):
-            inventory = model_state.read_inventory(model)
-            sizes, places = residency.build_layout(inventory, self.options.segment_bytes)
-            made, fds = residency.move_into_segments(inventory, sizes, places, "weights")
-        generation = Generation(
-            key=key,
-            launch_key=dict(self.options.launch_key),
-            backend="memfd",
-            device=current_platform.device_type,
-            model=str(model_config.model),
-            segments=made,
-            tensors=tuple(places),
-            aliases=inventory.aliases,
-            attributes={"plain": list(inventory.plain), "scalars": scalars},
-        )
-        try:
-            with outcome.phase("publish"), self._client() as client:
-                client.publish(generation, fds)
-        except (WcacheError, OSError) as error:
-            outcome.not_published(str(error), warn=True)
-        else:
-            outcome.published = generation.id
-        finally:
-            residency.close_all(fds)
-        self._keep(generation, [segment.address for segment in made], model)
-
     def _device(self, vllm_config: Any) -> torch.device:
         return torch.device(self.load_config.device or vllm_config.device_config.device)
 
 
-def _stored_shapes(generation: Generation, plain: frozenset[str]) -> model_state.Shapes:
-    stored = {tensor.name: (tensor.shape, tensor.dtype) for tensor in generation.tensors}
-    stored |= {alias: stored[name] for alias, name in generation.aliases.items() if name in stored}
-    return {name: value for name, value in stored.items() if name not in plain}
-
-
 def _model_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-
-
-def _retie(model: nn.Module, model_config: Any) -> None:
-    """Let an output head that equals the embedding share its memory before it is stored twice;
-    vLLM does so in post-processing, from 0.32 on."""
-    with suppress(ImportError, AttributeError):
-        from vllm.model_executor.model_loader.weight_tying import maybe_retie_word_embeddings
-
-        maybe_retie_word_embeddings(model, model_config)
-
-
-def _reload_to(model: nn.Module, device: torch.device) -> None:
-    """Later reloads of layers create tensors on the device that vLLM noted when the model was
-    built, which on a hit was the meta device."""
-    with suppress(ImportError, AttributeError):
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-        for module in model.modules():
-            get_layerwise_info(module).restore_device = device
-
-
-@contextmanager
-def _undone_on_error(vllm_config: Any) -> Iterator[None]:
-    """Building a model enters its layers into tables, where a second build would find them taken,
-    and rotary embeddings into a cache, where it would find tensors without memory."""
-    compilation = vllm_config.compilation_config
-    layers = dict(compilation.static_forward_context)
-    experts = list(getattr(compilation, "static_all_moe_layers", ()))
-    from vllm.model_executor.layers import rotary_embedding
-
-    rotary = dict(rotary_embedding._ROPE_DICT)
-    try:
-        yield
-    except BaseException:
-        compilation.static_forward_context.clear()
-        compilation.static_forward_context.update(layers)
-        if hasattr(compilation, "static_all_moe_layers"):
-            compilation.static_all_moe_layers[:] = experts
-        rotary_embedding._ROPE_DICT.clear()
-        rotary_embedding._ROPE_DICT.update(rotary)
-        raise
 
 
 def _log_progress() -> Any:
