@@ -14,9 +14,22 @@ import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 MODELS = {  # name: (count, inputs, outputs) of each kind of layer
-    "demo, 135M": ((30, 576, 960), (30, 576, 576), (30, 576, 3072), (30, 1536, 576), (1, 576,
-    49152)), "random Llama, 1 GB": ( (9, 2048, 6144), (9, 2048, 2048), (9, 2048, 11264), (9, 5632,
-    2048), (1, 2048, 32000), ), } TURNS_S = 1.5
+    "demo, 135M": (
+        (30, 576, 960),
+        (30, 576, 576),
+        (30, 576, 3072),
+        (30, 1536, 576),
+        (1, 576, 49152),
+    ),
+    "random Llama, 1 GB": (
+        (9, 2048, 6144),
+        (9, 2048, 2048),
+        (9, 2048, 11264),
+        (9, 5632, 2048),
+        (1, 2048, 32000),
+    ),
+}
+TURNS_S = 1.5
 
 
 def best(acts: dict[str, object]) -> dict[str, float]:
@@ -61,8 +74,10 @@ def main() -> None:
 
 def row(model: str, rows: int, shape: str, found: dict[str, float]) -> None:
     plain, packed = (found[name] * 1e6 for name in ("plain", "packed"))
-    print(f"| {model} | {rows} | {shape} | {plain:.0f} | {packed:.0f} | {plain / packed:.2f} |",
-    flush=True)
+    print(
+        f"| {model} | {rows} | {shape} | {plain:.0f} | {packed:.0f} | {plain / packed:.2f} |",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
