@@ -119,7 +119,9 @@ def check_detach() -> None:
     assert first.embed.weight.sum() == 64 * 32
     assert first.head.weight is first.embed.weight
     assert torch.equal(second.embed.weight, old)
-    assert residency.DETACHED
+    assert residency.DETACHED and not residency.RESIDENT
+    assert rights_at(first.embed.weight.data_ptr()) == "rw-p"
+    assert torch.equal(built(generation, fds).embed.weight, old)
 
 
 def check_layout() -> None:

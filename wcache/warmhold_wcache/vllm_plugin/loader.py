@@ -69,8 +69,12 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Load weights from disk into a model that exists; its shared tensors become private
         first."""
-        residency.detach(model)
+        residency.detach()
         self.disk.load_weights(model, model_config)
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
+        """The checkpoint's tensors from disk: vLLM reloads weights in place with them."""
+        return self.disk.get_all_weights(model_config, model)
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
         """Bytes of device memory that another process holds for this model: none on a CPU."""

@@ -8,6 +8,7 @@ references.
 """
 
 import ctypes
+import mmap
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,14 +21,23 @@ from torch import nn
 
 from warmhold_wcache import segments
 from warmhold_wcache.client import VaultClient
+from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.generation import Generation, Segment, Tensor
 from warmhold_wcache.vllm_plugin.model_state import (
     BUFFER,
     Found,
     Inventory,
     dtype_name,
-    read_inventory,
 )
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (*(ctypes.c_void_p, ctypes.c_size_t), *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = (ctypes.c_void_p, *(ctypes.c_size_t,) * 2, ctypes.c_int, ctypes.c_void_p)
+_FAILED = ctypes.c_void_p(-1).value
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MAYMOVE, _FIXED = 1, 2  # linux/mman.h
 
 ALIGNMENT_BYTES = 64  # torch's own CPU allocations have it, and vector loads like it
 MAX_SEGMENTS = 200
@@ -73,38 +83,40 @@ class Residency:
 # Every generation that this process has mapped, in the order of loading: target, then draft.
 RESIDENT: list[Residency] = []
 # Not empty once a model of this process has left its segments: it must not be snapshotted any more.
-DETACHED: list[int] = []
+DETACHED: list[str] = []
 
 
 def keep(residency: Residency, model: nn.Module) -> None:
     """Given a model whose tensors lie in a residency, keep it for good, and see to it that loading
-    other weights into the model makes its tensors private first."""
+    other weights into the model makes its memory private first."""
     RESIDENT.append(residency)
     load_weights = model.load_weights
 
     def load_into_private(*args: Any, **kwargs: Any) -> Any:
-        detach(model)
+        detach()
         return load_weights(*args, **kwargs)
 
     model.load_weights = load_into_private
 
 
-def detach(model: nn.Module) -> None:
-    """Given a model, give every tensor of it that lies in a shared segment private memory. The
-    segments stay mapped: their bytes are the published ones, and no longer this model's."""
-    ranges = [
-        (address, address + segment.size_bytes)
-        for residency in RESIDENT
-        for segment, address in zip(residency.generation.segments, residency.addresses, strict=True)
-    ]
-    moved: dict[int, torch.Tensor] = {}
-    for item in read_inventory(model).tensors:
-        tensor = item.tensor
-        start = tensor.data_ptr()
-        if any(low <= start < high for low, high in ranges):
-            tensor.data = moved.setdefault(start, tensor.detach().clone())
-    if moved:
-        DETACHED.append(len(moved))
+def detach() -> None:
+    """Put private, writable copies in the place of this process's mappings, at the same addresses,
+    and end the leases: every tensor is what it was, and can be written. One segment at a time is
+    held twice."""
+    while RESIDENT:
+        residency = RESIDENT[-1]
+        residency.resume()
+        for segment, address in zip(
+            residency.generation.segments, residency.addresses, strict=True
+        ):
+            _make_private(address, segment.size_bytes)
+        RESIDENT.pop()
+        DETACHED.append(residency.generation.id)
+        with (
+            suppress(WcacheError, OSError),
+            VaultClient(residency.socket_path, residency.timeout_s) as client,
+        ):
+            client.release(residency.generation.id)
 
 
 def build_layout(inventory: Inventory, segment_bytes: int) -> tuple[list[int], list[Tensor]]:
@@ -223,9 +235,21 @@ def view_at(address: int, size_bytes: int, place: Tensor) -> torch.Tensor:
     return flat.as_strided(place.shape, place.stride)
 
 
+def _make_private(address: int, size_bytes: int) -> None:
+    copy = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE, -1, 0)
+    if copy in (None, _FAILED):
+        raise OSError(ctypes.get_errno(), f"no memory for a private copy of {size_bytes} bytes")
+    ctypes.memmove(copy, address, size_bytes)
+    # In one step: no reader finds a hole, or memory that is half copied.
+    if _libc.mremap(copy, size_bytes, size_bytes, _MAYMOVE | _FIXED, address) in (None, _FAILED):
+        code = ctypes.get_errno()
+        segments.unmap(copy, size_bytes)
+        raise OSError(code, "mremap of a private copy")
+
+
 def _trim_heap() -> None:
     """The C library keeps freed blocks below 32 MiB for later: most of what was just moved."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
         trim(0)
 
