@@ -16,6 +16,15 @@ from pathlib import Path
 
 import stand
 
+# vLLM 0.33's WeightCacheKey, by name.
+UPSTREAM_FIELDS = frozenset(
+    """
+    checkpoint model_arch tp_size tp_rank dtype quantization quant_config_hash
+    rope_parameters_hash kv_cache_dtype kv_cache_dtype_skip_layers revision vllm_version pp_size
+    pp_rank is_draft dp_size dp_rank enable_expert_parallel expert_placement_strategy moe_backend
+    linear_backend linear_backend_per_quant
+    """.split()  # noqa: SIM905
+)
 failures: list[str] = []
 
 
@@ -68,6 +77,7 @@ def main() -> int:
         print(disk["line"], flush=True)
         said = stand.words(disk)
         check("a first start loads from disk and publishes", "published" in said, said)
+        check_key(vault)
         if "hit" in wanted:
             check_hit(vault, model, weights, disk)
         if "packed" in wanted:
@@ -80,6 +90,20 @@ def main() -> int:
         vault.stop()
         shutil.rmtree(model.parent)
     return 1 if failures else 0
+
+
+def check_key(vault: stand.Vault) -> None:
+    from dataclasses import fields
+
+    from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheKey
+    from warmhold_wcache.client import VaultClient
+
+    installed = {field.name for field in fields(WeightCacheKey)}
+    with VaultClient(vault.socket) as client:
+        (row,) = client.stat()
+    lacking = (UPSTREAM_FIELDS | installed) - row["key"].keys()
+    check("the key has all of upstream's fields", not lacking, sorted(lacking))
+    check("and what upstream's lacks", {"content", "cpu_linear", "stage"} <= row["key"].keys())
 
 
 def check_hit(vault: stand.Vault, model: Path, weights: Path, disk: dict) -> None:
