@@ -225,10 +225,13 @@ def check_linear() -> None:
     original = utils.dispatch_cpu_unquantized_gemm
     for path in (CpuLinear.SHARED, CpuLinear.PACKED):
         layer = nn.Linear(256, 512, bias=False, dtype=torch.bfloat16)
+        x = torch.randn(3, 256).bfloat16()
+        right = torch.nn.functional.linear(x, layer.weight)
         select_cpu_linear(path)
         utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
         assert (layer.weight.numel() > 0) == (path is CpuLinear.SHARED)
-        assert layer.cpu_linear(torch.ones(1, 256).bfloat16(), layer.weight, None).shape == (1, 512)
+        close = (layer.cpu_linear(x, layer.weight, None) - right).abs().max()
+        assert close < 0.02, close
     assert utils.dispatch_cpu_unquantized_gemm is original
 
 

@@ -16,6 +16,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from warmhold_wcache.generation import Generation
 from warmhold_wcache.vllm_plugin import model_state, residency
+from warmhold_wcache.vllm_plugin.cpu_linear import mark_packed
 from warmhold_wcache.vllm_plugin.model_state import StructureError
 from warmhold_wcache.vllm_plugin.support import find_unsupported
 
@@ -45,6 +46,7 @@ def build_on(
         tensors = residency.read_tensors(generation, addresses, copy)
         model_state.set_tensors(model, tensors, generation.aliases, plain)
         model_state.set_scalars(model, generation.attributes.get("scalars", {}))
+        mark_packed(model, generation.attributes.get("packed", []))
         if left := model_state.find_meta(model):
             raise StructureError(f"{len(left)} tensors have no memory, among them {left[0]}")
         _reload_to(model, device)

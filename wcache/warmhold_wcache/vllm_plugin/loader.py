@@ -11,6 +11,7 @@ import gc
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,14 @@ from warmhold_wcache.errors import MissError, WcacheError
 from warmhold_wcache.generation import Generation
 from warmhold_wcache.vllm_plugin import model_state, residency
 from warmhold_wcache.vllm_plugin.build import build_on
-from warmhold_wcache.vllm_plugin.cpu_linear import CpuLinear, select_cpu_linear
+from warmhold_wcache.vllm_plugin.cpu_linear import (
+    CpuLinear,
+    describe_cpu_linear,
+    forget_heads,
+    guard_loading,
+    prepare_shared,
+    select_cpu_linear,
+)
 from warmhold_wcache.vllm_plugin.exact_key import build_exact_key
 from warmhold_wcache.vllm_plugin.model_state import StructureError
 from warmhold_wcache.vllm_plugin.options import Options, Source, read_options
@@ -89,6 +97,9 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
             select_cpu_linear(CpuLinear(self.options.cpu_linear))
         add_worker_methods()
         model = self._load(vllm_config, model_config, prefix, outcome)
+        if outcome.cpu_linear == CpuLinear.SHARED:
+            guard_loading(model)
+            residency.BEFORE_WRITING.append(partial(forget_heads, model))
         outcome.seconds["total"] = time.monotonic() - outcome.started
         log = logger.warning if outcome.warn else logger.info
         log("weights %s", outcome.text())
@@ -139,7 +150,7 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
             content,
             device=current_platform.device_type,
             stage=_STAGE,
-            cpu_linear=self.options.cpu_linear,
+            cpu_linear=describe_cpu_linear(CpuLinear(self.options.cpu_linear)),
             disk_format=self.options.disk_format,
         )
         return key, content, folder
@@ -274,6 +285,9 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
                 outcome.not_published(reason)
             elif outcome.publishes:
                 changed = model_state.find_changed(scalars, model_state.read_scalars(model))
+                if self.options.cpu_linear == CpuLinear.SHARED:
+                    with outcome.phase("pack"):
+                        prepare_shared(model)
                 publish(model, model_config, key, changed, self.options, outcome)
             with device:
                 process_weights_after_loading(model, model_config, device)

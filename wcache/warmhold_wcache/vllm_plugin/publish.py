@@ -16,6 +16,7 @@ from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.generation import Generation
 from warmhold_wcache.vllm_plugin import model_state, residency
+from warmhold_wcache.vllm_plugin.cpu_linear import list_packed
 from warmhold_wcache.vllm_plugin.options import Options
 from warmhold_wcache.vllm_plugin.outcome import Outcome
 
@@ -53,7 +54,11 @@ def publish(
         segments=made,
         tensors=tuple(places),
         aliases=inventory.aliases,
-        attributes={"plain": list(inventory.plain), "scalars": scalars},
+        attributes={
+            "plain": list(inventory.plain),
+            "scalars": scalars,
+            "packed": list_packed(model),
+        },
     )
     try:
         with (

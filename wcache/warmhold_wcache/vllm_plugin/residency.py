@@ -10,7 +10,7 @@ references.
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +84,8 @@ class Residency:
 RESIDENT: list[Residency] = []
 # Not empty once a model of this process has left its segments: it must not be snapshotted any more.
 DETACHED: list[str] = []
+# Called before anything writes into weights of this process.
+BEFORE_WRITING: list[Callable[[], None]] = []
 
 
 def keep(residency: Residency, model: nn.Module) -> None:
@@ -103,6 +105,8 @@ def detach() -> None:
     """Put private, writable copies in the place of this process's mappings, at the same addresses,
     and end the leases: every tensor is what it was, and can be written. One segment at a time is
     held twice."""
+    for act in BEFORE_WRITING:
+        act()
     while RESIDENT:
         residency = RESIDENT[-1]
         residency.resume()
