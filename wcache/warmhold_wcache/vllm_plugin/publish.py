@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A miss, after the load from disk: the model moves into segments, and the vault gets them.
+
+Without a vault nothing is moved. A vault that fails afterwards leaves a model that serves from
+segments of its own.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch import nn
+from vllm.platforms import current_platform
+
+from warmhold_wcache.client import VaultClient
+from warmhold_wcache.errors import WcacheError
+from warmhold_wcache.generation import Generation
+from warmhold_wcache.vllm_plugin import model_state, residency
+from warmhold_wcache.vllm_plugin.cpu_linear import list_packed
+from warmhold_wcache.vllm_plugin.options import Options
+from warmhold_wcache.vllm_plugin.outcome import Outcome
+
+
+def publish(
+    model: nn.Module,
+    model_config: Any,
+    key: Mapping[str, str],
+    scalars: dict[str, dict[str, Any]],
+    options: Options,
+    outcome: Outcome,
+) -> None:
+    """Given a loaded model, its exact key and the plain values that loading set, publish it; what
+    happened, and why nothing did, is in the outcome."""
+    try:
+        with VaultClient(options.socket_path, options.connect_timeout_s) as client:
+            resident = any(entry["key"] == key for entry in client.stat())
+    except (WcacheError, OSError) as error:
+        outcome.not_published(str(error), warn=True)
+        return
+    if resident:
+        outcome.not_published("these weights are in the vault already")
+        return
+    _retie(model, model_config)
+    with outcome.phase("move"):
+        inventory = model_state.read_inventory(model)
+        sizes, places = residency.build_layout(inventory, options.segment_bytes)
+        made, fds = residency.move_into_segments(inventory, sizes, places, "weights")
+    generation = Generation(
+        key=dict(key),
+        launch_key=dict(options.launch_key),
+        backend="memfd",
+        device=current_platform.device_type,
+        model=str(model_config.model),
+        segments=made,
+        tensors=tuple(places),
+        aliases=inventory.aliases,
+        attributes={
+            "plain": list(inventory.plain),
+            "scalars": scalars,
+            "packed": list_packed(model),
+        },
+    )
+    try:
+        with (
+            outcome.phase("publish"),
+            VaultClient(options.socket_path, options.connect_timeout_s) as client,
+        ):
+            client.publish(generation, fds)
+    except (WcacheError, OSError) as error:
+        outcome.not_published(str(error), warn=True)
+    else:
+        outcome.published = generation.id
+    finally:
+        residency.close_all(fds)
+    addresses = [segment.address for segment in made]
+    residency.keep(
+        residency.Residency(generation, addresses, options.socket_path, options.connect_timeout_s),
+        model,
+    )
+
+
+def _retie(model: nn.Module, model_config: Any) -> None:
+    """Let an output head that equals the embedding share its memory before it is stored twice;
+    vLLM does so in post-processing, from 0.32 on."""
+    with suppress(ImportError, AttributeError):
+        from vllm.model_executor.model_loader.weight_tying import maybe_retie_word_embeddings
+
+        maybe_retie_word_embeddings(model, model_config)

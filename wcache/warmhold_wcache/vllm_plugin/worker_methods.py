@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine can ask each of its workers by name, through `collective_rpc`.
+
+Put on vLLM's worker base class by the loader, so that only processes that loaded through it have
+them; `--worker-extension-cls` stays the user's.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import WorkerBase
+
+from warmhold_wcache.vllm_plugin import residency
+
+# vLLM's ways to change weights in place. They write into the tensors, which are read-only where
+# they are shared. The CPU's worker is a subclass of this one.
+_WRITERS = (
+    "reload_weights",
+    "reset_weights",
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+)
+
+
+def add_worker_methods() -> None:
+    """Add `warmhold_state`, `warmhold_quiesce` and `warmhold_resume` to this process's workers,
+    and let whatever writes into weights make them private first."""
+    WorkerBase.warmhold_state = _state
+    WorkerBase.warmhold_quiesce = _quiesce
+    WorkerBase.warmhold_resume = _resume
+    for name in _WRITERS:
+        method = getattr(Worker, name, None)
+        if method is not None and not hasattr(method, "warmhold"):
+            setattr(Worker, name, _detaching(method))
+
+
+def _detaching(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def detach_and_call(*args: Any, **kwargs: Any) -> Any:
+        residency.detach()
+        return method(*args, **kwargs)
+
+    detach_and_call.warmhold = True  # type: ignore[attr-defined]
+    return detach_and_call
+
+
+def _state(worker: Any) -> dict[str, Any]:
+    """The generations that this worker maps, and whether its model still lies in them."""
+    return {
+        "generations": [
+            {
+                "id": resident.generation.id,
+                "bytes": resident.generation.size_bytes,
+                "segments": len(resident.addresses),
+                "mapped": resident.mapped,
+            }
+            for resident in residency.RESIDENT
+        ],
+        "detached": list(residency.DETACHED),
+    }
+
+
+def _quiesce(worker: Any) -> dict[str, Any]:
+    """Unmap all weights and keep their addresses. The caller sees to it that no request runs."""
+    for resident in residency.RESIDENT:
+        resident.quiesce()
+    return _state(worker)
+
+
+def _resume(worker: Any) -> dict[str, Any]:
+    """Map all weights again, where they were."""
+    for resident in residency.RESIDENT:
+        resident.resume()
+    return _state(worker)
