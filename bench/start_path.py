@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""How long the entrypoint takes before vLLM's first instruction. Run inside the image:
 
-    docker run --rm --shm-size 1g -v "$PWD/bench:/bench:ro" warmhold:cpu \
+    docker run --rm --shm-size 1g --tmpfs /run/warmhold -v "$PWD/bench:/bench:ro" warmhold:cpu \
         python3 /bench/start_path.py
 
 Prints, each the median and the worst of several runs, in seconds: `warmhold plan` as a whole, and
@@ -26,7 +26,7 @@ EXEC_TARGET_S = 0.5
 
 def measure(argv: list[str]) -> float:
     begin = time.monotonic()
-    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)  # a time limit would poll
     return time.monotonic() - begin
 
 

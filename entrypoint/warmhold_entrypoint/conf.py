@@ -54,15 +54,6 @@ password=warmhold
 supervisor.ctl_factory=warmhold_entrypoint.ctl:make_plugin
 run_dir={run_dir}
 
-[program:wcache]
-command={python} -I -S {launcher} --listen {run_dir}/{socket} {uid} none {vault}
-priority=100
-autorestart=true
-; The vault itself slows down starts that fail; one that was killed is back at once.
-startsecs=0
-stopsignal=TERM
-{logs}
-
 [program:engine]
 command={python} -m warmhold_entrypoint.engine
 priority=200
@@ -82,6 +73,17 @@ stdout_logfile=NONE
 stderr_logfile=/dev/stderr
 stderr_logfile_maxbytes=0
 stderr_logfile_backups=0
+"""
+
+_VAULT = """
+[program:wcache]
+command={python} -I -S {launcher} --listen {run_dir}/{socket} {uid} none {vault}
+priority=100
+autorestart=true
+; The vault itself slows down starts that fail; one that was killed is back at once.
+startsecs=0
+stopsignal=TERM
+{logs}
 """
 
 _METRICS = """
@@ -135,13 +137,19 @@ def build_conf(settings: Settings) -> str:
         python=sys.executable,
         user="user=root" if os.getuid() == 0 else "; not root",
         stop_wait_s=settings.stop_wait_s,
-        launcher=Path(__file__).with_name("launcher.py"),
-        socket=VAULT_SOCKET,
-        uid=os.getuid() if env.engine_uid is None else env.engine_uid,
-        vault=" ".join(build_vault_argv(env)),
         exit_codes=",".join(str(code) for code in range(256)),
         logs=_LOGS,
     )
+    if env.wcache == "vault":
+        text += _VAULT.format(
+            run_dir=run_dir,
+            python=sys.executable,
+            launcher=Path(__file__).with_name("launcher.py"),
+            socket=VAULT_SOCKET,
+            uid=os.getuid() if env.engine_uid is None else env.engine_uid,
+            vault=" ".join(build_vault_argv(env)),
+            logs=_LOGS,
+        )
     if settings.env.metrics_port is not None:
         text += _METRICS.format(python=sys.executable, port=settings.env.metrics_port, logs=_LOGS)
     return text

@@ -35,10 +35,10 @@ _HURRY_POLL_S = 0.01
 _log = Log("pid1")
 
 
-def run_pid1(conf: Path, run_dir: Path, uid: int) -> int:
-    """Given supervisord's configuration, the run directory and the engine's uid, supervise.
+def run_pid1(conf: Path, run_dir: Path, store_uid: int | None) -> int:
+    """Given supervisord's configuration and the run directory, supervise; return the exit code.
 
-    Return the exit code.
+    With a `store_uid`, the vault's user, keep an fd store for it.
     """
     (run_dir / EXIT_FILE).unlink(missing_ok=True)
     stop = _Stop()
@@ -49,15 +49,11 @@ def run_pid1(conf: Path, run_dir: Path, uid: int) -> int:
         [sys.executable, "-m", "supervisor.supervisord", "-c", str(conf)], start_new_session=True
     )
     stop.forward_to(supervisord.pid)
-    # While supervisord imports its own modules; it starts the vault after that.
-    from .fdstore import FdStore
-
-    store = FdStore(run_dir / STORE_SOCKET, uid)
-    _watch_children(store)
-    _raise_fd_limit()
+    store = None if store_uid is None else _make_store(run_dir, store_uid)
     hurry_supervisord(run_dir, lambda: stop.asked or supervisord.poll() is not None)
     status = _wait_for(supervisord, store)
-    store.close()
+    if store is not None:
+        store.close()
     left = tree.kill_members(None, _KILL_TIMEOUT_S)
     if left:
         _log.warning("processes outlast the stop", pids=[process.pid for process in left])
@@ -102,6 +98,16 @@ class _Stop:
             os.kill(pid, signal.SIGTERM)
 
 
+def _make_store(run_dir: Path, uid: int) -> "FdStore":
+    """Make the store while supervisord imports its own modules; it starts the vault after that."""
+    from .fdstore import FdStore
+
+    store = FdStore(run_dir / STORE_SOCKET, uid)
+    _watch_children(store)
+    _raise_fd_limit()
+    return store
+
+
 def _watch_children(store: "FdStore") -> None:
     """Let the end of any child end a wait in the store's loop."""
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -123,12 +129,12 @@ def _raise_fd_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _wait_for(child: subprocess.Popen[bytes], store: "FdStore") -> int:
-    """Reap every child and serve the store until the given child ends; return its status."""
+def _wait_for(child: subprocess.Popen[bytes], store: "FdStore | None") -> int:
+    """Reap every child and serve a store until the given child ends; return its status."""
     while child.returncode is None:
-        ended, status = os.waitpid(-1, os.WNOHANG)
+        ended, status = os.waitpid(-1, os.WNOHANG if store else 0)
         if ended == child.pid:
             return os.waitstatus_to_exitcode(status)
-        if ended == 0:
+        if ended == 0 and store is not None:
             store.step()
     return child.returncode

@@ -69,6 +69,10 @@ class Environment(BaseModel):
         description="User id of the engine; default: warmhold's own. Another one needs SYS_RESOURCE"
         " for snapshots.",
     )
+    wcache: Literal["off", "vault"] = Field(
+        "off",
+        description="`vault` starts the vault of resident weights; no engine publishes to it yet.",
+    )
     metrics_port: Port | None = Field(
         None, description="Serve Prometheus metrics of the supervision on this port (off)."
     )

@@ -102,7 +102,7 @@ def restart(stack: Stack) -> None:
 
 
 def serve(make_stack: MakeStack) -> Stack:
-    stack = make_stack()
+    stack = make_stack(WARMHOLD_WCACHE="vault")
     stack.environment["FAKE_VLLM_VAULT"] = str(socket_of(stack))
     stack.serve()
     eventually(lambda: stat(stack), "the generation")

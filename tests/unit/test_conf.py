@@ -47,7 +47,9 @@ def test_no_user_data_is_in_the_text() -> None:
 
 
 def test_supervisord_reads_it_as_meant(tmp_path: Path) -> None:
-    found = programs(settings(RUN_DIR=str(tmp_path), DRAIN_S="45", METRICS_PORT="9100"))
+    found = programs(
+        settings(RUN_DIR=str(tmp_path), DRAIN_S="45", METRICS_PORT="9100", WCACHE="vault")
+    )
     assert set(found) == {"engine", "end", "metrics", "wcache"}
     assert found["engine"].command.endswith(" -m warmhold_entrypoint.engine")
     assert found["end"].command.endswith(" -m warmhold_entrypoint.listener")
@@ -61,7 +63,7 @@ def test_the_vault_starts_before_the_engine_and_ends_after_it(
     tmp_path: Path, uid: str | None
 ) -> None:
     variables = {} if uid is None else {"ENGINE_UID": uid}
-    found = programs(settings(RUN_DIR=str(tmp_path), METRICS_PORT="9100", **variables))
+    found = programs(settings(RUN_DIR=str(tmp_path), **variables))
     vault = found["wcache"]
     words = vault.command.split()
     at = words.index("--listen")
@@ -82,8 +84,8 @@ def test_the_listener_hears_of_ends_and_not_of_stops(tmp_path: Path) -> None:
     assert events == {"ProcessStateExitedEvent", "ProcessStateFatalEvent"}
 
 
-def test_metrics_only_where_a_port_was_asked_for(tmp_path: Path) -> None:
-    assert set(programs(settings(RUN_DIR=str(tmp_path)))) == {"engine", "end", "wcache"}
+def test_metrics_and_the_vault_only_where_they_were_asked_for(tmp_path: Path) -> None:
+    assert set(programs(settings(RUN_DIR=str(tmp_path)))) == {"engine", "end"}
 
 
 def test_every_exit_code_of_the_runner_is_expected(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_every_exit_code_of_the_runner_is_expected(tmp_path: Path) -> None:
 
 def test_no_log_is_rotated_or_kept() -> None:
     parser = configparser.RawConfigParser()
-    parser.read_string(build_conf(settings(METRICS_PORT="9100")))
+    parser.read_string(build_conf(settings(METRICS_PORT="9100", WCACHE="vault")))
     logs = [
         (section, key)
         for section in parser.sections()

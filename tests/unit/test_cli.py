@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what serves, what is ours, what is executed, and how each fault ends."""
+
+import subprocess
+import sys
+
+import pytest
+from warmhold_entrypoint import cli, commands
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    program = "import sys; from warmhold_entrypoint.cli import main; main()"
+    path = ":".join(sys.path)
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_names_of_the_commands_are_known_without_their_parser() -> None:
+    assert set(cli.COMMANDS) == set(commands.cli.commands)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"], ["settings"]])
+def test_a_command_that_starts_nothing(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout
+
+
+def test_a_wrong_option_of_a_command() -> None:
+    result = run("status", "--no-such")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: usage.command: ")
+
+
+def test_no_runner_answers(tmp_path: object) -> None:
+    result = run("status", WARMHOLD_RUN_DIR=str(tmp_path))
+    assert result.returncode == 75
+    assert "error: ready.no-runner" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--max-model-len", "5"], ["boot", "--", "--x"]])
+def test_what_serves_checks_its_settings_first(arguments: list[str]) -> None:
+    result = run(*arguments, WARMHOLD_MODE="fast", WARMHOLD_MODEL="/nowhere")
+    assert result.returncode == 78
+    assert "error: settings.mode" in result.stderr
+    assert "error: model.missing" in result.stderr
+
+
+def test_the_parser_is_not_imported_on_the_way_to_an_engine() -> None:
+    """Its import would delay every start."""
+    code = (
+        "import sys, warmhold_entrypoint.boot, warmhold_entrypoint.engine as e; print(*sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    loaded = set(result.stdout.split())
+    assert "warmhold_entrypoint.engine" in loaded
+    assert not {"click", "http.client", "ssl", "torch", "vllm", "yaml"} & loaded
