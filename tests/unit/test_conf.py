@@ -62,7 +62,9 @@ def test_supervisord_reads_it_as_meant(tmp_path: Path) -> None:
 def test_the_vault_starts_before_the_engine_and_ends_after_it(
     tmp_path: Path, uid: str | None
 ) -> None:
-    variables = {} if uid is None else {"ENGINE_UID": uid}
+    variables = {"METRICS_PORT": "9100", "WCACHE": "vault"}
+    if uid is not None:
+        variables["ENGINE_UID"] = uid
     found = programs(settings(RUN_DIR=str(tmp_path), **variables))
     vault = found["wcache"]
     words = vault.command.split()
