@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import VERSION, conf, start
+from . import VERSION
 from .log import Log
-from .pid1 import run_pid1
+from .supervision import begin_supervisord
 
 _log = Log("boot")
 
@@ -18,6 +18,11 @@ def run_boot(arguments: Sequence[str]) -> NoReturn:
 
     Raise EntrypointError, with every fault, before anything was started.
     """
+    supervisord = begin_supervisord()
+    # These imports run beside supervisord's own.
+    from . import conf, start
+    from .pid1 import run_pid1
+
     _log.info("warmhold starts", version=VERSION, pid=os.getpid())
     settings, plan = start.make_sound_plan(arguments)
     env = settings.env
@@ -35,4 +40,4 @@ def run_boot(arguments: Sequence[str]) -> NoReturn:
     start.write_command(env.run_dir, arguments)
     uid = os.getuid() if plan.uid is None else plan.uid
     store_uid = uid if env.wcache == "vault" else None
-    sys.exit(run_pid1(conf.write_conf(settings), env.run_dir, store_uid))
+    sys.exit(run_pid1(supervisord, conf.write_conf(settings), env.run_dir, store_uid))

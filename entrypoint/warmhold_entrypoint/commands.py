@@ -15,7 +15,7 @@ from .log import redact_argv
 from .status import ask_status, build_metrics, render_status
 
 # Commands import what they need themselves: the health check runs every second during a start, and
-# pydantic alone would triple its cost.
+# msgspec alone would double its cost.
 _HEALTH_TIMEOUT_S = 3.0
 
 
@@ -60,10 +60,10 @@ def plan(as_json: bool, arguments: tuple[str, ...]) -> None:
 @cli.command()
 def settings() -> None:
     """List every setting, its value here, its default and its meaning."""
-    from .settings import read_settings, settings_table
+    from .settings import FIELDS, read_settings, settings_table
 
     current, faults, notes = read_settings(os.environ, ())
-    values = current.env.model_dump().values()
+    values = [getattr(current.env, name) for name in FIELDS]
     for (name, default, meaning), value in zip(settings_table(), values, strict=True):
         shown = "none" if value is None else _hide_secrets(name, str(value))
         click.echo(f"{name} = {shown}  (default {default})\n    {meaning}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PID 1 of the container: starts supervisord, reaps every orphan, keeps the vault's descriptors.
+"""PID 1 of the container: lets supervisord go, reaps every orphan, keeps the vault's descriptors.
 
 It owns the container's exit code. A stop on request ends with 0. When supervisord ends unasked, the
 engine was given up, and its exit code, which the runner left in the run directory, becomes the
@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +21,7 @@ from .conf import STORE_SOCKET
 from .errors import Exit
 from .files import read_json
 from .log import Log
-from .supervision import is_alive
+from .supervision import go_on, is_alive
 
 if TYPE_CHECKING:
     from .fdstore import FdStore
@@ -35,8 +34,10 @@ _HURRY_POLL_S = 0.01
 _log = Log("pid1")
 
 
-def run_pid1(conf: Path, run_dir: Path, store_uid: int | None) -> int:
-    """Given supervisord's configuration and the run directory, supervise; return the exit code.
+def run_pid1(
+    supervisord: "subprocess.Popen[bytes]", conf: Path, run_dir: Path, store_uid: int | None
+) -> int:
+    """Given supervisord, begun, its configuration and the run directory, return the exit code.
 
     With a `store_uid`, the vault's user, keep an fd store for it.
     """
@@ -45,9 +46,7 @@ def run_pid1(conf: Path, run_dir: Path, store_uid: int | None) -> int:
     # Handlers come first: PID 1 has no default action, so an early signal would be lost.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
         signal.signal(signum, stop.on_signal)
-    supervisord = subprocess.Popen(
-        [sys.executable, "-m", "supervisor.supervisord", "-c", str(conf)], start_new_session=True
-    )
+    go_on(supervisord, conf)
     stop.forward_to(supervisord.pid)
     store = None if store_uid is None else _make_store(run_dir, store_uid)
     hurry_supervisord(run_dir, lambda: stop.asked or supervisord.poll() is not None)

@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+import msgspec
+from msgspec import Meta
 
 from .arguments import EngineArguments, parse_arguments
 from .errors import Fault
@@ -20,77 +21,127 @@ from .errors import Fault
 PREFIX = "WARMHOLD_"
 MODES = ("snapshot", "ipc_cache", "disk")
 
-Seconds = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
-Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Meta(ge=0, le=86400)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
-class Environment(BaseModel):
+class Secret:
+    """A text that shows itself only when asked to."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        """Return the text."""
+        return self._text
+
+    def __repr__(self) -> str:
+        return "***"
+
+
+def _about(description: str) -> Meta:
+    return Meta(description=description)
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """The variables that warmhold reads; the name of each is the field's in capitals, prefixed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    mode: Annotated[
+        Literal["auto", "snapshot", "ipc_cache", "disk"],
+        _about("How to start: `auto` takes the fastest that works; a name, only that."),
+    ] = "auto"
+    model: Annotated[
+        str,
+        Meta(min_length=1),
+        _about("A Hugging Face id, a local path, or `demo` (SmolLM2-135M-Instruct)."),
+    ] = "demo"
+    engine_args: Annotated[
+        str, _about("vLLM arguments, split like a shell does; appended to the command.")
+    ] = ""
+    api_key: Annotated[
+        Secret | None, _about("The key that clients must send; never shown, never in an argv.")
+    ] = None
+    drain_s: Annotated[
+        int,
+        Meta(ge=0, le=3600),
+        _about("How long running requests may take to finish on stop, in seconds."),
+    ] = 30
+    ready_timeout_s: Annotated[
+        Seconds, _about("How long one start may take until it serves, in seconds.")
+    ] = 1800
+    canary_interval_s: Annotated[
+        float,
+        Meta(ge=1, le=3600),
+        _about("Without a completed request for so long, the engine is probed."),
+    ] = 15
+    canary_timeout_s: Annotated[
+        float,
+        Meta(gt=0, le=600),
+        _about("A probe's time limit in seconds; two missed probes mean degraded."),
+    ] = 6
+    max_failures: Annotated[
+        int, Meta(ge=1, le=1000), _about("Failed starts in a row after which the container ends.")
+    ] = 3
+    kv_cache_gib: Annotated[
+        Annotated[float, Meta(gt=0, le=4096)] | None,
+        _about("KV cache on a CPU in GiB; default: what the memory limit leaves, up to 4."),
+    ] = None
+    engine_uid: Annotated[
+        Annotated[int, Meta(ge=0, lt=2**32 - 1)] | None,
+        _about(
+            "User id of the engine; default: warmhold's own. Another one needs SYS_RESOURCE for"
+            " snapshots."
+        ),
+    ] = None
+    wcache: Annotated[
+        Literal["off", "vault"],
+        _about("`vault` starts the vault of resident weights; no engine publishes to it yet."),
+    ] = "off"
+    metrics_port: Annotated[
+        Port | None, _about("Serve Prometheus metrics of the supervision on this port (off).")
+    ] = None
+    log_format: Annotated[Literal["text", "json"], _about("Form of warmhold's log lines.")] = "text"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _about("Lowest level that is logged.")
+    ] = "info"
+    state_dir: Annotated[Path, _about("Compile caches and snapshots (a volume).")] = Path(
+        "/var/lib/warmhold"
+    )
+    models_dir: Annotated[
+        Path, _about("Hugging Face cache, of either depth, or folders of models.")
+    ] = Path("/models")
+    run_dir: Annotated[Path, _about("Sockets and the plan (a tmpfs in memory).")] = Path(
+        "/run/warmhold"
+    )
 
-    mode: Literal["auto", "snapshot", "ipc_cache", "disk"] = Field(
-        "auto", description="How to start: `auto` takes the fastest that works; a name, only that."
-    )
-    model: str = Field(
-        "demo",
-        min_length=1,
-        description="A Hugging Face id, a local path, or `demo` (SmolLM2-135M-Instruct).",
-    )
-    engine_args: str = Field(
-        "",
-        repr=False,
-        description="vLLM arguments, split like a shell does; appended to the command.",
-    )
-    api_key: SecretStr | None = Field(
-        None, description="The key that clients must send; never shown, never in an argv."
-    )
-    drain_s: Annotated[int, Field(ge=0, le=3600)] = Field(
-        30, description="How long running requests may take to finish on stop, in seconds."
-    )
-    ready_timeout_s: Seconds = Field(
-        1800, description="How long one start may take until it serves, in seconds."
-    )
-    canary_interval_s: Annotated[float, Field(ge=1, le=3600)] = Field(
-        15, description="Without a completed request for so long, the engine is probed."
-    )
-    canary_timeout_s: Annotated[float, Field(gt=0, le=600)] = Field(
-        6, description="A probe's time limit in seconds; two missed probes mean degraded."
-    )
-    max_failures: Annotated[int, Field(ge=1, le=1000)] = Field(
-        3, description="Failed starts in a row after which the container ends."
-    )
-    kv_cache_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
-        None,
-        description="KV cache on a CPU in GiB; default: what the memory limit leaves, up to 4.",
-    )
-    engine_uid: Annotated[int, Field(ge=0, lt=2**32 - 1)] | None = Field(
-        None,
-        description="User id of the engine; default: warmhold's own. Another one needs SYS_RESOURCE"
-        " for snapshots.",
-    )
-    wcache: Literal["off", "vault"] = Field(
-        "off",
-        description="`vault` starts the vault of resident weights; no engine publishes to it yet.",
-    )
-    metrics_port: Port | None = Field(
-        None, description="Serve Prometheus metrics of the supervision on this port (off)."
-    )
-    log_format: Literal["text", "json"] = Field("text", description="Form of warmhold's log lines.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Lowest level that is logged."
-    )
-    state_dir: Path = Field(
-        Path("/var/lib/warmhold"), description="Compile caches and snapshots (a volume)."
-    )
-    models_dir: Path = Field(
-        Path("/models"), description="Hugging Face cache, of either depth, or folders of models."
-    )
-    run_dir: Path = Field(
-        Path("/run/warmhold"), description="Sockets and the plan (a tmpfs in memory)."
-    )
+    def __repr__(self) -> str:
+        shown = {name: getattr(self, name) for name in FIELDS if name not in _HIDDEN}
+        return f"Environment({shown})"
 
 
+@dataclass(frozen=True)
+class Setting:
+    """One field of Environment: its default, its meaning, and the type that a value must have."""
+
+    default: object
+    meaning: str
+    type: Any
+
+
+FIELDS = {
+    info.name: Setting(
+        info.default,
+        next(
+            meta.description
+            for meta in info.type.__metadata__[::-1]
+            if meta.description is not None
+        ),
+        info.type,
+    )
+    for info in msgspec.structs.fields(Environment)
+}
+# The arguments may hold a key.
+_HIDDEN = ("engine_args",)
 SECRETS = ("api_key",)
 
 
@@ -143,7 +194,7 @@ def read_settings(
                         "mount the file, readable for root",
                     )
                 )
-    unknown = sorted(set(values) - set(Environment.model_fields))
+    unknown = sorted(set(values) - set(FIELDS))
     notes = [_unknown_note(name) for name in unknown]
     for name in unknown:
         del values[name]
@@ -169,24 +220,31 @@ def read_settings(
     return settings, faults + value_faults + argument_faults, notes
 
 
-def _validate(values: dict[str, str]) -> tuple[Environment, list[Fault]]:
-    faults: list[Fault] = []
-    try:
-        return Environment.model_validate(values), faults
-    except ValidationError as error:
-        for item in error.errors(include_url=False):
-            name = str(item["loc"][0])
-            shown = "***" if name in SECRETS else repr(values.get(name, ""))
-            about = Environment.model_fields[name]
+def _validate(values: Mapping[str, str]) -> tuple[Environment, list[Fault]]:
+    valid: dict[str, Any] = {}
+    faults = []
+    for name, text in values.items():
+        setting = FIELDS[name]
+        try:
+            valid[name] = msgspec.convert(
+                text, setting.type, strict=False, dec_hook=lambda kind, value: kind(value)
+            )
+        except msgspec.ValidationError as error:
+            shown = "***" if name in SECRETS else repr(text)
             faults.append(
                 Fault(
                     f"settings.{name.replace('_', '-')}",
-                    f"{PREFIX}{name.upper()}={shown}: {item['msg']}",
-                    f"{about.description} Default: {_default_text(about.default)}",
+                    f"{PREFIX}{name.upper()}={shown}: {_choices(setting) or error}",
+                    f"{setting.meaning} Default: {_default_text(setting.default)}",
                 )
             )
-            values.pop(name, None)
-    return Environment.model_validate(values), faults
+    return Environment(**valid), faults
+
+
+def _choices(setting: Setting) -> str:
+    kind = setting.type.__origin__
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    return f"not one of {', '.join(choices)}" if choices else ""
 
 
 def _api_keys(
@@ -197,12 +255,12 @@ def _api_keys(
     if from_arguments:
         return from_arguments
     if env.api_key is not None:
-        return (env.api_key.get_secret_value(),)
+        return (env.api_key.reveal(),)
     return tuple(key for key in [environ.get("VLLM_API_KEY")] if key)
 
 
 def _unknown_note(name: str) -> str:
-    near = difflib.get_close_matches(name, Environment.model_fields, n=1)
+    near = difflib.get_close_matches(name, FIELDS, n=1)
     hint = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
     return f"{PREFIX}{name.upper()} is not a setting and is ignored{hint}"
 
@@ -216,8 +274,8 @@ def settings_table() -> list[tuple[str, str, str]]:
     return [
         (
             PREFIX + name.upper() + (" (or _FILE)" if name in SECRETS else ""),
-            _default_text(field.default),
-            field.description or "",
+            _default_text(setting.default),
+            setting.meaning,
         )
-        for name, field in Environment.model_fields.items()
+        for name, setting in FIELDS.items()
     ]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,9 @@ def test_pid_1_outlives_hostile_clients_of_its_store(make_stack: MakeStack) -> N
     path = stack.folder / "run" / "fdstore.sock"
     silent = [connect(path) for _ in range(40)]
     for sock in silent[::2]:
-        sock.send(b"\0")
+        # With so many clients the store may have dropped this one for another already.
+        with suppress(OSError):
+            sock.send(b"\0")
     generation, fds = make_generation()
     attacker = Attacker(path, 3, STORE_VERBS, encode_description(generation))
     while attacker.sent < 2000:

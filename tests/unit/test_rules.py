@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from warmhold_entrypoint import engine, pid1
-from warmhold_entrypoint.settings import PREFIX, SECRETS, Environment, read_settings
+from warmhold_entrypoint.settings import FIELDS, PREFIX, SECRETS, read_settings
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -39,7 +39,7 @@ COMPOSE_ONLY = {
 }
 # Where volumes are mounted, which compose.yaml itself decides.
 FIXED_BY_VOLUMES = {f"{PREFIX}{name}" for name in ("STATE_DIR", "MODELS_DIR", "RUN_DIR")}
-SETTINGS = {PREFIX + name.upper() for name in Environment.model_fields}
+SETTINGS = {PREFIX + name.upper() for name in FIELDS}
 SETTINGS |= {f"{PREFIX}{name.upper()}_FILE" for name in SECRETS}
 
 Compose = dict[str, Any]
@@ -143,7 +143,7 @@ def test_variables_of_the_container_are_settings(compose: Compose) -> None:
 
 def test_every_setting_of_the_host_reaches_the_container(compose: Compose) -> None:
     """Set in .env and not passed on, a setting would be ignored without a word."""
-    plain = {PREFIX + name.upper() for name in Environment.model_fields}
+    plain = {PREFIX + name.upper() for name in FIELDS}
     assert plain - FIXED_BY_VOLUMES - set(compose["environment"]) == set()
 
 
@@ -159,7 +159,7 @@ def test_defaults_in_compose_are_those_of_the_settings(compose: Compose) -> None
         if value is not None:
             default = re.fullmatch(rf"\$\{{{name}:-(.*)\}}", value)
             assert default, value
-            field = Environment.model_fields[name.removeprefix(PREFIX).lower()]
+            field = FIELDS[name.removeprefix(PREFIX).lower()]
             assert default[1] == str(field.default)
 
 

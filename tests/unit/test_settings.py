@@ -5,9 +5,9 @@ import logging
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 from warmhold_entrypoint.errors import Exit, Fault
 from warmhold_entrypoint.settings import (
+    FIELDS,
     PREFIX,
     SECRETS,
     Environment,
@@ -78,14 +78,14 @@ def test_a_bad_value_is_shown_and_leaves_the_default(name: str, value: str) -> N
     assert settings.env == Environment()
 
 
-@pytest.mark.parametrize("name", sorted(Environment.model_fields))
+@pytest.mark.parametrize("name", sorted(FIELDS))
 def test_an_empty_value_is_unset(name: str) -> None:
     assert read(**{PREFIX + name.upper(): ""}).env == Environment()
 
 
 def test_settings_are_frozen() -> None:
-    with pytest.raises(ValidationError):
-        read().env.drain_s = 1
+    with pytest.raises(AttributeError):
+        read().env.drain_s = 1  # type: ignore[misc]
 
 
 # Secrets
@@ -218,7 +218,7 @@ def test_command_comes_before_the_variable() -> None:
 
 def test_the_table_has_a_row_for_each_field() -> None:
     rows = settings_table()
-    names = [PREFIX + name.upper() for name in Environment.model_fields]
+    names = [PREFIX + name.upper() for name in FIELDS]
     assert [name.partition(" ")[0] for name, _, _ in rows] == names
     assert all(default and meaning for _, default, meaning in rows)
     with_file = {name.partition(" ")[0] for name, _, _ in rows if "_FILE" in name}
