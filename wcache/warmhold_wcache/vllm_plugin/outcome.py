@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one load did: told in one line of the log, and in a file where the launcher asks for it."""
 
+import itertools
 import json
 import os
 import tempfile
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from warmhold_wcache.generation import Generation
+
+_NUMBERS = itertools.count(1)
 
 
 @dataclass
@@ -98,12 +101,12 @@ class Outcome:
 
 
 def write_outcome(outcome: Outcome, folder: Path | None) -> None:
-    """Given an outcome and a folder, write it there as `weights-PID.json`; a failure costs no
-    start."""
+    """Given an outcome and a folder, write it there as `weights-PID-N.json`, N counting
+    the models of a process; a failure costs no start."""
     if folder is None:
         return
     with suppress(OSError):
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
         with os.fdopen(handle, "w") as file:
             json.dump(outcome.to_json(), file)
-        Path(temporary).replace(folder / f"weights-{os.getpid()}.json")
+        Path(temporary).replace(folder / f"weights-{os.getpid()}-{next(_NUMBERS)}.json")
