@@ -94,6 +94,14 @@ startsecs=1
 {logs}
 """
 
+_HEALTH = """
+[program:wcache-health]
+command={python} -m warmhold_wcache.cli --socket {run_dir}/{socket} health --port {port}
+autorestart=true
+startsecs=1
+{logs}
+"""
+
 # Rotation of a pipe is an illegal seek; zero turns it off.
 _LOGS = """\
 stdout_logfile=/dev/stdout
@@ -148,6 +156,14 @@ def build_conf(settings: Settings) -> str:
             socket=VAULT_SOCKET,
             uid=os.getuid() if env.engine_uid is None else env.engine_uid,
             vault=" ".join(build_vault_argv(env)),
+            logs=_LOGS,
+        )
+    if env.wcache == "vault" and env.wcache_health_port is not None:
+        text += _HEALTH.format(
+            run_dir=run_dir,
+            python=sys.executable,
+            socket=VAULT_SOCKET,
+            port=env.wcache_health_port,
             logs=_LOGS,
         )
     if settings.env.metrics_port is not None:

@@ -107,6 +107,12 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: Annotated[
         Port | None, _about("Serve Prometheus metrics of the supervision on this port (off).")
     ] = None
+    wcache_health_port: Annotated[
+        Port | None,
+        _about(
+            "Serve the vault's /health on this port of 127.0.0.1: 200 after a round trip (off)."
+        ),
+    ] = None
     log_format: Annotated[Literal["text", "json"], _about("Form of warmhold's log lines.")] = "text"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], _about("Lowest level that is logged.")

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 from attacker import STORE_VERBS, Attacker
-from stack import Stack, eventually
+from stack import Stack, eventually, free_port
 from vault_process import close_all, connect, make_generation
 from warmhold_entrypoint import tree
 from warmhold_entrypoint.errors import Exit
@@ -162,6 +164,26 @@ def test_without_a_vault_every_start_is_from_disk(make_stack: MakeStack) -> None
     status = stack.wait_ready()
     assert (status["mode"], reasons(status)["ipc_cache"]) == ("disk", "ipc_cache.off")
     assert not socket_of(stack).exists()
+
+
+def test_the_vaults_health_over_http(make_stack: MakeStack) -> None:
+    port = free_port()
+    stack = make_stack(WARMHOLD_WCACHE_HEALTH_PORT=str(port)).serve()
+
+    def ask() -> int:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    eventually(lambda: ask() == 200, "the vault's health")
+    assert stack.supervisorctl("stop", "wcache").returncode == 0
+    assert ask() == 503
+    assert stack.supervisorctl("start", "wcache").returncode == 0
+    eventually(lambda: ask() == 200, "the vault's health")
 
 
 def test_a_named_mode_needs_what_is_resident(make_stack: MakeStack) -> None:
