@@ -70,8 +70,11 @@ def decide(settings: Settings, facts: Facts) -> Plan:
         facts.content,
         {"vllm": facts.vllm_version, "build": facts.build_id},
     )
-    # What is resident and not these weights takes memory besides.
-    others = sum(row["bytes"] for row in facts.vault.rows if not weights.is_resident(row, key))
+    # What is resident and not mapped takes memory besides; in mode disk that is all of it.
+    from_disk = settings.env.mode == "disk"
+    others = sum(
+        row["bytes"] for row in facts.vault.rows if from_disk or not weights.is_resident(row, key)
+    )
     copies = facts.model.weight_bytes if weights.linear_path(settings) == "packed" else 0
     miss = weights.find_miss(settings, facts.vault, key)
     publish = settings.env.wcache == "vault"

@@ -265,6 +265,9 @@ def test_other_resident_weights_count() -> None:
     assert not alone.faults
     warm = decide(settings(), facts(memory_limit_bytes=4 * GIB, vault=resident(settings())))
     assert warm.kv_cache_bytes == alone.kv_cache_bytes
+    private = facts(memory_limit_bytes=4 * GIB, vault=resident(settings()))
+    again = decide(settings(MODE="disk"), private)
+    assert (again.kv_cache_bytes or 0) < (alone.kv_cache_bytes or 0)
 
 
 def test_a_copy_that_does_not_fit_is_not_made_resident() -> None:
