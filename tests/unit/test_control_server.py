@@ -169,6 +169,8 @@ async def test_2000_hostile_messages_change_nothing(tmp_path: Path) -> None:
     dice = random.Random(5)  # noqa: S311 - no secret
     verbs = ["canary", "quiesce", "resume", "state", "x"]
     async with serving(tmp_path) as stand:
+        assert (await stand.ask(verb="canary"))["ok"]
+        await stand.calm()
         ours = open_fds()
         for _ in range(MESSAGES):
             reader, writer = await stand.connect()
