@@ -6,6 +6,7 @@ from pathlib import Path
 
 from . import weights
 from .budget import choose_threads
+from .conf import CONTROL_SOCKET
 from .facts import Facts
 from .settings import Settings
 
@@ -77,6 +78,7 @@ def build_engine_environment(settings: Settings, facts: Facts) -> dict[str, str]
     chosen = settings.environ.get("VLLM_PLUGINS")
     plugins = [*(facts.plugins if chosen is None else chosen.split(","))]
     environment["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*plugins, weights.PLUGIN]))
+    environment["WARMHOLD_CONTROL_SOCKET"] = str(settings.env.run_dir / CONTROL_SOCKET)
     if settings.env.engine_uid:
         environment |= {"HOME": str(cache / "home"), "USER": "warmhold", "LOGNAME": "warmhold"}
     return environment

@@ -21,6 +21,9 @@ from .settings import Environment, Settings
 CONF_NAME = "supervisord.conf"
 VAULT_SOCKET = "wcache.sock"
 STORE_SOCKET = "fdstore.sock"
+# What the engine itself makes in the run directory: reports of its loads, its control socket.
+ENGINE_FOLDER = "engine"
+CONTROL_SOCKET = f"{ENGINE_FOLDER}/control.sock"
 _SAFE_PATH = re.compile(r"/[\w./-]*")
 
 _TEXT = """\

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import weights
-from .conf import check_paths
+from .conf import ENGINE_FOLDER, check_paths
 from .errors import EntrypointError, Fault
 from .facts import read_facts
 from .files import read_json, write_atomically
@@ -48,9 +48,8 @@ def prepare_folders(settings: Settings, plan: Plan) -> None:
     """
     uid = os.getuid() if plan.uid is None else plan.uid
     cache = Path(plan.cache_dir)
-    of_engine = [cache, cache / "home"]
-    if plan.loader:
-        of_engine += [Path(plan.loader["digests"]), Path(plan.loader["report"])]
+    of_engine = [cache, cache / "home", settings.env.run_dir / ENGINE_FOLDER]
+    of_engine.append(weights.digests_folder(settings))
     if plan.model_directory is None:
         of_engine.append(settings.env.models_dir / "hub")  # the download runs without rights too
     for folder in [settings.env.run_dir, settings.env.state_dir, cache.parent, *of_engine]:

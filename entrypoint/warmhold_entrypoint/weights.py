@@ -17,14 +17,13 @@ import msgspec
 from warmhold_wcache.content import Content
 from warmhold_wcache.key import build_launch_key, compare
 
-from .conf import VAULT_SOCKET
+from .conf import ENGINE_FOLDER, VAULT_SOCKET
 from .errors import Fault, Rejection
 from .resident import Vault
 from .settings import Settings
 
 PLUGIN = "warmhold"  # the name of our entry points in vLLM's groups
 LOADER_FILE = "loader.json"
-REPORT_FOLDER = "weights"
 _MAX_REPORT_BYTES = 1 << 20
 _FORMAT = "--load-format"
 _EXTRA = "--model-loader-extra-config"
@@ -97,7 +96,7 @@ def build_loader_file(
     return {
         "socket_path": str(env.run_dir / VAULT_SOCKET),
         "digests": str(digests_folder(settings)),
-        "report": str(env.run_dir / REPORT_FOLDER),
+        "report": str(env.run_dir / ENGINE_FOLDER),
         "cpu_linear": env.cpu_linear,
         "disk_format": "auto" if reader in OWN_FORMATS else reader,
         "publish": publish,
@@ -182,7 +181,7 @@ class Report(msgspec.Struct, frozen=True):
 def read_reports(run_dir: Path) -> list[Report]:
     """Given the run directory, return the reports since `forget_reports`; wrong ones are left."""
     reports = []
-    for path in sorted((run_dir / REPORT_FOLDER).glob("weights-*.json")):
+    for path in sorted((run_dir / ENGINE_FOLDER).glob("weights-*.json")):
         with suppress(OSError, msgspec.DecodeError):
             # Neither a link to follow nor a pipe to wait for: the folder is the engine's.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -193,7 +192,7 @@ def read_reports(run_dir: Path) -> list[Report]:
 
 def forget_reports(run_dir: Path) -> None:
     """Given the run directory, remove the reports of an earlier engine."""
-    for path in (run_dir / REPORT_FOLDER).glob("*"):
+    for path in (run_dir / ENGINE_FOLDER).glob("weights-*"):
         with suppress(OSError):
             path.unlink()
 

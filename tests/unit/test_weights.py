@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vault_process import close_all, make_generation, running_vault
 from warmhold_entrypoint import resident, weights
+from warmhold_entrypoint.conf import ENGINE_FOLDER
 from warmhold_entrypoint.errors import Rejection
 from warmhold_entrypoint.resident import Vault, read_vault
 from warmhold_wcache.client import VaultClient
@@ -30,7 +31,7 @@ MISS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = tmp_path / weights.REPORT_FOLDER
+    made = tmp_path / ENGINE_FOLDER
     made.mkdir()
     return made
 
