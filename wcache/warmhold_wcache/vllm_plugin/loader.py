@@ -301,7 +301,7 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
         return model.eval()
 
     def _with_content(self, content: Content | None) -> Options:
-        """The settings with the content in the launch key: before the first load nobody knows it."""
+        """The settings with the content in the launch key: before a first load nobody knows it."""
         if content is None or "content" not in self.options.launch_key:
             return self.options
         launch_key = {**self.options.launch_key, "content": content.digest}
