@@ -91,12 +91,13 @@ class Loop:
 
 @contextmanager
 def running_vault(
-    folder: Path, store: Path | None = None, limit_s: float = 5.0
+    folder: Path, store: Path | None = None, limit_s: float = 5.0, log_level: str = "error"
 ) -> Iterator[tuple[Path, Vault]]:
     """A vault that serves at a path; everything it held is closed afterwards."""
     path = folder / "vault.sock"
     listener = listen(path)
-    vault = Vault(listener, None if store is None else FdStoreClient(store), Log("error"), limit_s)
+    kept = None if store is None else FdStoreClient(store)
+    vault = Vault(listener, kept, Log(log_level), limit_s)
     vault.recover()
     with Loop(vault.server):
         yield path, vault
