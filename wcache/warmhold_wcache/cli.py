@@ -68,6 +68,17 @@ def drop(given: tuple[Path, float], generation_id: str, force: bool) -> None:
 
 
 @cli.command()
+@click.pass_obj
+def watch(given: tuple[Path, float]) -> None:
+    """Print what is resident, then a line for each change, until Ctrl-C."""
+    for event in VaultClient(*given).watch():
+        if event["event"] == "resident":
+            click.echo(" ".join(["resident", *event["ids"]]))
+        else:
+            click.echo(f"{event['event']} {event['id']} pid={event['pid']}")
+
+
+@cli.command()
 @click.option("--port", type=click.IntRange(1, 65535), help="Serve /health on 127.0.0.1 instead.")
 @click.pass_obj
 def health(given: tuple[Path, float], port: int | None) -> None:

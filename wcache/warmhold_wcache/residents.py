@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import MissError
-from .generation import Generation, differences
+from .errors import MissError, malformed
+from .generation import Generation, differences, read_description
 from .protocol import FdBag
+from .segments import check_description, check_segments
 from .server import LentFds
 
 _SHOWN = 200
@@ -112,6 +113,17 @@ class Residents:
             }
             for generation_id, resident in sorted(self._by_id.items())
         ]
+
+
+def read_generation(bag: FdBag) -> Generation:
+    """Given a description and segments, return the generation; raise WcacheError unless sound."""
+    if not bag.fds:
+        raise malformed("no description")
+    description, *segments = bag.fds
+    check_description(description)
+    generation = read_description(description)
+    check_segments(generation, segments)
+    return generation
 
 
 def _is_superseded(old: Resident, new: Generation) -> bool:

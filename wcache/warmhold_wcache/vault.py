@@ -14,12 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from .errors import WcacheError, malformed
-from .generation import Generation, key_id, read_description
+from .generation import Generation, key_id
 from .leases import Leases
 from .log import Log
 from .protocol import MAX_FDS, VERSION, FdBag, Peer, open_peer_pidfd
-from .residents import Resident, Residents
-from .segments import check_description, check_segments
+from .residents import Resident, Residents, read_generation
 from .server import Answer, Client, Server, Transfer, give_fds, take_fds
 from .store import FdStoreClient
 
@@ -41,7 +40,7 @@ class Vault:
         self._log = log
         self._residents = Residents()
         self.server = Server(listener, self, limit_s=limit_s)
-        self._leases = Leases(self.server.watch, self.server.forget, self._forget_lease)
+        self._leases = Leases(self.server.watch, self.server.forget, self._tell, store, log)
         self._verbs: dict[str, Callable[[Client, dict[str, Any]], Answer | Transfer]] = {
             "hello": self._hello,
             "publish": self._publish,
@@ -50,6 +49,7 @@ class Vault:
             "release": self._release,
             "stat": self._stat,
             "drop": self._drop,
+            "watch": self._watch,
         }
 
     def admits(self, sock: socket.socket, peer: Peer) -> bool:
@@ -80,7 +80,7 @@ class Vault:
             with self._store.take(entry.name) as bag:
                 try:
                     if kind == "generation":
-                        self._residents.keep(read_whole(bag), bag, entry.put_at)
+                        self._residents.keep(read_generation(bag), bag, entry.put_at)
                     else:
                         self._recover_lease(rest, bag, entry.put_at)
                 except WcacheError as error:
@@ -115,13 +115,14 @@ class Vault:
             raise malformed("a generation has a description and 1 to 4096 segments")
         with FdBag() as bag:
             yield from take_fds(total, bag)
-            generation = read_whole(bag)
+            generation = read_generation(bag)
             new = generation.id not in self._residents
             if new and len(self._residents) >= MAX_GENERATIONS:
                 raise WcacheError("wcache.too-large", f"{MAX_GENERATIONS} generations are resident")
             if self._store is not None:
                 self._store.put(f"generation.{generation.id}", bag.fds)
             self._residents.keep(generation, bag, time.time())
+        self._tell("published", generation.id, client.peer.pid)
         self._begin_lease(client, generation.id)
         self._log.info(
             "generation published",
@@ -178,7 +179,7 @@ class Vault:
                 f"generation {generation_id} is held by PID {', '.join(map(str, holders))}",
                 "stop the engine, or drop with --force (a running engine keeps its memory)",
             )
-        self._give_up(generation_id)
+        self._give_up(generation_id, client.peer.pid)
         self._log.info("generation dropped", id=generation_id, pid=client.peer.pid)
         return {"ok": True}
 
@@ -191,7 +192,7 @@ class Vault:
             if self._leases.holders(generation_id):
                 continue
             try:
-                resident = self._give_up(generation_id)
+                resident = self._give_up(generation_id, 0)
             except WcacheError as error:  # the publish itself is done
                 self._log.warning(
                     "superseded generation stays", id=generation_id, detail=error.detail
@@ -204,12 +205,18 @@ class Vault:
                 bytes=resident.size_bytes,
             )
 
-    def _give_up(self, generation_id: str) -> Resident:
+    def _give_up(self, generation_id: str, pid: int) -> Resident:
         """Drop a generation, first in the store: what it keeps would come back with a restart."""
         if self._store is not None:
             self._store.drop(f"generation.{generation_id}")
         self._leases.end_all(generation_id)
-        return self._residents.give_up(generation_id)
+        resident = self._residents.give_up(generation_id)
+        self._tell("dropped", generation_id, pid)
+        return resident
+
+    def _watch(self, client: Client, body: dict[str, Any]) -> Answer:
+        client.listens = True
+        return {"ok": True, "event": "resident", "ids": list(self._residents)}
 
     def _known(self, body: dict[str, Any]) -> str:
         generation_id = str(body.get("id"))
@@ -219,7 +226,7 @@ class Vault:
         return generation_id
 
     def _begin_lease(self, client: Client, generation_id: str) -> bool:
-        """Begin the client's lease, also in the store; tell whether it is a new one."""
+        """Begin the lease of the client's process; tell whether it is a new one."""
         pid = client.peer.pid
         try:
             pidfd = open_peer_pidfd(client.sock, client.peer)
@@ -227,29 +234,8 @@ class Vault:
             raise WcacheError(
                 "wcache.refused", f"PID {pid} cannot hold a lease: {error}"
             ) from error
-        if not self._leases.add(generation_id, pid, pidfd):
-            return False
-        if self._store is not None:
-            try:
-                self._store.put(f"lease.{generation_id}.{pid}", [pidfd])
-            except WcacheError as error:
-                self._log.warning("lease is not kept by the store", pid=pid, detail=error.detail)
-        return True
+        return self._leases.begin(generation_id, pid, pidfd)
 
-    def _forget_lease(self, generation_id: str, pid: int) -> None:
-        if self._store is not None:
-            try:
-                self._store.drop(f"lease.{generation_id}.{pid}")
-            except WcacheError as error:
-                self._log.warning("lease stays in the store", pid=pid, detail=error.detail)
-
-
-def read_whole(bag: FdBag) -> Generation:
-    """Given a description and segments, return the generation; raise WcacheError unless sound."""
-    if not bag.fds:
-        raise malformed("no description")
-    description, *segments = bag.fds
-    check_description(description)
-    generation = read_description(description)
-    check_segments(generation, segments)
-    return generation
+    def _tell(self, event: str, generation_id: str, pid: int) -> None:
+        """Tell all who watch of a change, and whose process made it (0: the vault itself)."""
+        self.server.broadcast({"ok": True, "event": event, "id": generation_id, "pid": pid})
