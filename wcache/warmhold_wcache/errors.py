@@ -3,7 +3,7 @@
 
 Codes: wcache.absent (no vault, or nothing resident), wcache.dead-socket (a socket nobody serves),
 wcache.hung (no answer in time), wcache.other-uid, wcache.refused, wcache.key-mismatch,
-wcache.in-use, wcache.malformed, wcache.too-large, wcache.corrupt (found by verify).
+wcache.in-use, wcache.malformed, wcache.too-large, wcache.unsupported (not possible here).
 """
 
 from collections.abc import Mapping
