@@ -57,6 +57,20 @@ def status(given: tuple[Path, float], as_json: bool) -> None:
     click.echo(json.dumps(rows, indent=2) if as_json else render(rows))
 
 
+@cli.command(context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def preload(arguments: tuple[str, ...]) -> None:
+    """Load weights into the vault and end: [MODEL] [ENGINE ARGUMENTS], by default the container's.
+
+    The engine's arguments decide how weights are laid out; `warmhold` knows them.
+    """
+    try:
+        os.execvp("warmhold", ["warmhold", "preload", *arguments])  # noqa: S606 - becomes it
+    except OSError as error:
+        detail = f"the program `warmhold` cannot be run: {error.strerror}"
+        raise WcacheError("wcache.unsupported", detail, "run it in the image") from error
+
+
 @cli.command()
 @click.argument("generation_id")
 @click.option("--force", is_flag=True, help="Also while an engine holds it.")

@@ -8,10 +8,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from warmhold_wcache.generation import Generation
+
+_written = count(1)  # reports of this process
 
 
 @dataclass
@@ -98,12 +101,14 @@ class Outcome:
 
 
 def write_outcome(outcome: Outcome, folder: Path | None) -> None:
-    """Given an outcome and a folder, write it there as `weights-PID.json`; a failure costs no
-    start."""
+    """Given an outcome and a folder, write it there as `weights-PID.json`, and what this process
+    loads besides (a draft model) as `weights-PID-N.json`; a failure costs no start."""
     if folder is None:
         return
     with suppress(OSError):
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
         with os.fdopen(handle, "w") as file:
             json.dump(outcome.to_json(), file)
-        Path(temporary).replace(folder / f"weights-{os.getpid()}.json")
+        number = next(_written)
+        more = f"-{number}" if number > 1 else ""
+        Path(temporary).replace(folder / f"weights-{os.getpid()}{more}.json")
