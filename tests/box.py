@@ -34,6 +34,13 @@ class Kill:
 
 
 KILLS: list[Kill] = []
+PROMPTS = (
+    *("The capital of France is", "Water boils at", "def fibonacci(n):", "Once upon a time"),
+    *("The three primary colours are", "In 1969 the first", "SELECT name FROM", "Dear Sir or"),
+    *("My favourite food is", "The opposite of cold is", "To be or not to be,", "A triangle has"),
+    *("The largest planet is", "import numpy as", "One, two, three,", "Bonjour, je"),
+    *("She opened the door and", "HTTP status 404 means", "Gold is", "The sun rises in the"),
+)
 # The tree's members and their rights, read inside, where PIDs mean the same as in the log.
 _TREE = """
 import json, pathlib
@@ -94,6 +101,23 @@ class Box:
         assert code == 0, text
         return {int(pid): fields for pid, fields in json.loads(text).items()}
 
+    def mappings(self, word: str) -> set[tuple[str, str]]:
+        """Rights and names of what the engine's processes map, where the name holds a word."""
+        script = "cat " + " ".join(f"/proc/{pid}/maps" for pid in self.tree())
+        code, text = self.run("sh", "-c", script)
+        assert code == 0, text
+        lines = [line.split(None, 5) for line in text.splitlines() if word in line]
+        return {(fields[1], fields[5]) for fields in lines}
+
+    def vault(self) -> list[dict[str, Any]]:
+        """What the vault holds, by its own command; one that is being restarted is waited for."""
+
+        def ask() -> str:
+            code, text = self.run("wcache", "status", "--json")
+            return text if code == 0 else ""
+
+        return list(json.loads(eventually(ask, "the vault's answer")))
+
     def shm_files(self) -> list[str]:
         return self.run("ls", "/dev/shm")[1].split()
 
@@ -153,6 +177,16 @@ class RealStack(Box):
             **options,
         }
         return str(self.ask("/v1/completions", body)["choices"][0]["text"])
+
+    def answers(self, path: str = "", model: str = "demo", **options: Any) -> list[Any]:
+        """Tokens and log-probabilities of 20 fixed prompts, asked one after the other."""
+        body = {"max_tokens": 8, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+        found = []
+        for prompt in PROMPTS:
+            question = {"model": model, "prompt": prompt, **body}
+            answer = self.ask(f"{path}/v1/completions", question, **options)
+            found.append(answer["choices"][0]["logprobs"])
+        return found
 
     @staticmethod
     def write_guarded_override(folder: Path) -> Path:

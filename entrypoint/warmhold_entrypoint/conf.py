@@ -21,6 +21,9 @@ from .settings import Environment, Settings
 CONF_NAME = "supervisord.conf"
 VAULT_SOCKET = "wcache.sock"
 STORE_SOCKET = "fdstore.sock"
+# What the engine itself makes in the run directory: reports of its loads, its control socket.
+ENGINE_FOLDER = "engine"
+CONTROL_SOCKET = f"{ENGINE_FOLDER}/control.sock"
 _SAFE_PATH = re.compile(r"/[\w./-]*")
 
 _TEXT = """\
@@ -94,6 +97,14 @@ startsecs=1
 {logs}
 """
 
+_HEALTH = """
+[program:wcache-health]
+command={python} -m warmhold_wcache.cli --socket {run_dir}/{socket} health --port {port}
+autorestart=true
+startsecs=1
+{logs}
+"""
+
 # Rotation of a pipe is an illegal seek; zero turns it off.
 _LOGS = """\
 stdout_logfile=/dev/stdout
@@ -148,6 +159,14 @@ def build_conf(settings: Settings) -> str:
             socket=VAULT_SOCKET,
             uid=os.getuid() if env.engine_uid is None else env.engine_uid,
             vault=" ".join(build_vault_argv(env)),
+            logs=_LOGS,
+        )
+    if env.wcache == "vault" and env.wcache_health_port is not None:
+        text += _HEALTH.format(
+            run_dir=run_dir,
+            python=sys.executable,
+            socket=VAULT_SOCKET,
+            port=env.wcache_health_port,
             logs=_LOGS,
         )
     if settings.env.metrics_port is not None:

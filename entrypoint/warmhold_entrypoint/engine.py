@@ -10,16 +10,16 @@ import dataclasses
 import json
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from . import tree
-from .engine_process import EngineProcess
+from . import tree, weights
+from .command import build_fetch_argv, inherit_environment
+from .engine_process import EngineProcess, explain_end
 from .errors import EntrypointError, Exit, Fault, exit_code_of_status
 from .facts import read_oom_kills
 from .files import read_run_dir, write_atomically
@@ -28,11 +28,11 @@ from .log import Log, configure_logging, redact_argv
 from .loop import Loop
 from .phases import PhaseClock, Phases
 from .pid1 import EXIT_FILE
-from .plan import Attempt, Plan, build_fetch_argv
+from .plan import Attempt, Plan
 from .readiness import Event, Prober, Report, build_target
 from .settings import Settings
 from .shm import ShmLedger
-from .start import PLAN_FILE, log_plan, make_sound_plan, prepare_folders, read_command
+from .start import PLAN_FILE, log_plan, make_sound_plan, prepare_folders, read_command, write_loader
 from .states import EDGES, State
 from .status import Status, StatusServer
 
@@ -69,6 +69,8 @@ class Runner:
         self._mode: str | None = None
         self._serving_since: float | None = None
         self._phases: Phases | None = None
+        self._weights: dict[str, Any] | None = None
+        self._rejections = plan.rejections
         self._clock = PhaseClock()
         self._failed_starts = 0
         self._quick_crashes = 0
@@ -109,7 +111,8 @@ class Runner:
             "reason": self._reason,
             "mode": self._mode,
             "phase": self._clock.current if self._state is State.TRYING else None,
-            "rejections": [dataclasses.asdict(item) for item in self._plan.rejections],
+            "rejections": [dataclasses.asdict(item) for item in self._rejections],
+            "weights": self._weights,
             "model": self._plan.model,
             "url": build_target(self._settings).url,
             "pid": self._process.pid if self._process else None,
@@ -145,9 +148,11 @@ class Runner:
         """Start one engine, stay with it until it has ended; return exit code and reason."""
         env = self._settings.env
         self._mode, self._serving_since, self._phases = attempt.mode, None, None
+        self._weights, self._rejections = None, self._plan.rejections
         self._advance(State.TRYING, f"starting in mode {attempt.mode}")
         _log.info("engine starting", mode=attempt.mode, argv=shlex.join(redact_argv(attempt.argv)))
         oom_kills = read_oom_kills()
+        write_loader(self._settings, self._plan)
         self._start_process(attempt.argv)
         self._keep_history(running=True, starts=self._history.starts + 1)
         self._prober = Prober(
@@ -165,7 +170,7 @@ class Runner:
             code, reason = int(Exit.STOPPED), "stopped on request"
         else:
             code = verdict.exit_code if verdict else exit_code_of_status(status)
-            reason = self._explain(status, verdict, read_oom_kills() - oom_kills)
+            reason = explain_end(status, verdict, read_oom_kills() - oom_kills)
             crashes += 1
             _log.error("engine ended unasked", mode=attempt.mode, code=int(code), reason=reason)
         last = LastExit(int(code), reason, time.time())
@@ -229,6 +234,7 @@ class Runner:
         self._phases = phases = self._clock.finish()
         self._serving_since = time.monotonic()
         self._failed_starts = 0
+        self._take_weights()
         self._advance(State.SERVING, report.reason)
         seconds = {f"{name}_s": value for name, value in phases.seconds.items()}
         unaccounted_s = phases.unaccounted_s
@@ -236,6 +242,15 @@ class Runner:
         url = build_target(self._settings).url
         _log.info("READY", mode=self._mode, model=self._plan.model, url=url)
         self._shm.note(self._members())
+
+    def _take_weights(self) -> None:
+        """Tell what happened, whatever the plan expected."""
+        self._weights = found = weights.summarise(weights.read_reports(self._settings.env.run_dir))
+        if found is None:
+            return
+        _log.info("weights", **found)
+        self._mode = found["mode"]
+        self._rejections = weights.correct(self._plan.rejections, found)
 
     def _fetch(self) -> bool:
         """Download the model; return whether it is there now (the plan is made anew then)."""
@@ -252,8 +267,9 @@ class Runner:
 
     def _start_process(self, argv: Sequence[str]) -> None:
         self._clock = PhaseClock()
+        environment = inherit_environment(self._settings, self._plan.environment)
         self._process = EngineProcess(
-            argv, self._environment(), self._uid, self._clock.see_line, self._loop
+            argv, environment, self._uid, self._clock.see_line, self._loop
         )
 
     def _end_process(self) -> int:
@@ -315,25 +331,6 @@ class Runner:
         self._advance(State.FAILED, faults[0].detail)
         leave_exit_code(self._settings.env.run_dir, code)
         return int(code)
-
-    def _explain(self, status: int, verdict: Fault | None, oom_kills: int) -> str:
-        if oom_kills > 0:
-            return f"killed for memory ({oom_kills} process(es), the cgroup's limit was reached)"
-        if verdict:
-            return verdict.detail
-        if status < 0:
-            return f"ended by signal {-status} ({signal.Signals(-status).name})"
-        return f"ended by itself with status {status}"
-
-    def _environment(self) -> dict[str, str]:
-        """The engine's environment: the container's without our own variables, and the plan's."""
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("WARMHOLD_")
-        }
-        environment = {**self._plan.environment, **environment}
-        if len(self._settings.api_keys) == 1:
-            environment["VLLM_API_KEY"] = self._settings.api_keys[0]
-        return environment
 
     def _advance(self, new: State, reason: str) -> None:
         """Take an edge of the table, and say so."""

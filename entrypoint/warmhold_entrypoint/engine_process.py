@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from . import tree
+from .errors import Fault
 from .loop import Loop
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -106,3 +107,14 @@ class EngineProcess:
         for line in lines:
             self._on_line(line)
         return bool(chunk)
+
+
+def explain_end(status: int, verdict: Fault | None, oom_kills: int) -> str:
+    """Given status, why it was ended by us, and kills for memory, tell how an engine ended."""
+    if oom_kills > 0:
+        return f"killed for memory ({oom_kills} process(es), the cgroup's limit was reached)"
+    if verdict:
+        return verdict.detail
+    if status < 0:
+        return f"ended by signal {-status} ({signal.Signals(-status).name})"
+    return f"ended by itself with status {status}"

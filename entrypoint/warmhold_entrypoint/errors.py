@@ -93,3 +93,13 @@ def exit_code_of_status(status: int) -> int:
     if status < 0:
         return 128 - status
     return status or int(Exit.FAILED)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a mode is not used."""
+
+    mode: str
+    code: str
+    detail: str
+    remedy: str

@@ -15,14 +15,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import launcher, tree
+from warmhold_wcache.content import Content, read_cached_content
+
+from . import launcher, tree, weights
+from .conf import VAULT_SOCKET
 from .errors import Fault
 from .model import Model, find_model
+from .resident import Vault, read_vault
 from .settings import Settings
 
 BUILD_ID_FILE = Path("/opt/warmhold/build-id")
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
+_NO_VAULT = Vault("off", "WARMHOLD_WCACHE=off")
+# Those add routes to the public server: upstream loads none that is not named, so neither do we.
+_ENDPOINTS = "vllm.endpoint_plugins"
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,9 @@ class Facts:
     shm_free_bytes: int
     state_free_bytes: int
     model: Model
+    content: Content
+    vault: Vault
+    plugins: tuple[str, ...]
     cache_dir: str
     faults: tuple[Fault, ...]
 
@@ -57,7 +67,9 @@ def read_facts(settings: Settings) -> Facts:
         settings.model, settings.arguments.value("--revision"), env.models_dir, settings.offline
     )
     build_id, vllm_version, device = read_build_id(), read_vllm_version(), read_cpu_device()
-    cache_dir = env.state_dir / "cache" / f"{build_id}-{vllm_version}-{device}"
+    # What is compiled depends on the linear path, and vLLM's own hash does not know of it.
+    name = "-".join([build_id, vllm_version, device, weights.linear_path(settings)])
+    cache_dir = env.state_dir / "cache" / name
     limit, limited_by = read_memory_limit()
     uid = os.getuid() if env.engine_uid is None else env.engine_uid
     faults += probe_access(uid, cache_dir, model)
@@ -74,6 +86,9 @@ def read_facts(settings: Settings) -> Facts:
         shm_free_bytes=_disk(_SHM)[1],
         state_free_bytes=_disk(_existing(env.state_dir))[1],
         model=model,
+        content=_read_content(model, weights.digests_folder(settings)),
+        vault=read_vault(env.run_dir / VAULT_SOCKET) if env.wcache == "vault" else _NO_VAULT,
+        plugins=read_plugins(),
         cache_dir=str(cache_dir),
         faults=tuple(faults),
     )
@@ -96,6 +111,23 @@ def read_vllm_version() -> str:
         for found in Path(folder).glob("vllm-*.dist-info"):
             return found.name.removeprefix("vllm-").removesuffix(".dist-info")
     return "none"
+
+
+def read_plugins() -> tuple[str, ...]:
+    """Return the names of the vLLM plug-ins that are installed, as upstream finds them, sorted.
+
+    Read off the files: importlib.metadata would cost a start 20 ms.
+    """
+    names = set()
+    for folder in sys.path:
+        for path in Path(folder).glob("*.dist-info/entry_points.txt"):
+            group = ""
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.startswith("["):
+                    group = line.strip("[] ")
+                elif "=" in line and group.startswith("vllm.") and group != _ENDPOINTS:
+                    names.add(line.partition("=")[0].strip())
+    return tuple(sorted(names))
 
 
 def read_cpu_device() -> str:
@@ -235,6 +267,14 @@ def find_port_holder(port: int) -> tree.Process | None:
                 if str(link.readlink()) in inodes:
                     return tree.read_process(int(folder.name))
     return None
+
+
+def _read_content(model: Model, digests: Path) -> Content:
+    """The checkpoint's identity as far as it is known without reading a weight file."""
+    with suppress(OSError):
+        if model.directory is not None:
+            return read_cached_content(Path(model.directory), digests)
+    return Content("", ())
 
 
 def _ask_as_engine(uid: int, questions: Sequence[tuple[Path, int]]) -> list[bool] | None:

@@ -5,28 +5,33 @@ It has the engine's argv, environment, user and lack of rights, so that the weig
 the engine asks for. It is not marked as an engine's process: the runner must not sweep it.
 """
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import WcacheError
 
+from .command import build_fetch_argv
 from .conf import VAULT_SOCKET
 from .errors import EntrypointError, Fault
 from .files import read_run_dir
 from .log import Log
-from .plan import Plan, build_fetch_argv
+from .plan import Plan
 from .settings import PREFIX, Settings
 from .start import make_sound_plan, prepare_folders, read_command
+from .weights import LOADER_FILE
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
+_EXTRA = "--model-loader-extra-config"
 _MODULE = "warmhold_wcache.vllm_plugin.preload"
 # Nothing listens here, and a running engine holds its port.
 _TOLERATED = frozenset(("port.taken", "rights.port"))
+_HOPELESS = frozenset(("ipc_cache.off", "ipc_cache.unsupported", "ipc_cache.memory"))
 
 _log = Log("preload")
 
@@ -38,16 +43,16 @@ def run_preload(arguments: Sequence[str]) -> NoReturn:
     Raise EntrypointError, with every fault, before anything is loaded.
     """
     command = build_command(arguments) if arguments else read_command(read_run_dir())
-    # Whether a start could use resident weights is no question to one who makes them resident.
-    os.environ[f"{PREFIX}MODE"] = "disk"
+    # In a named mode, that nothing is resident yet would be a fault.
+    os.environ[f"{PREFIX}MODE"] = "auto"
     settings, plan = make_sound_plan(command, _TOLERATED)
-    _check_vault(settings)
+    _check_vault(settings, plan)
     prepare_folders(settings, plan)
     if plan.model_directory is None:
         settings, plan = _fetch(command, settings, plan)
     _log.info("preload starts", model=plan.model, directory=plan.model_directory)
-    argv = build_preload_argv(plan)
-    os.execve(argv[0], argv, build_environment(os.environ, plan))  # noqa: S606 - ours
+    argv = build_preload_argv(settings, plan)
+    os.execve(argv[0], argv, _environment(settings, plan))  # noqa: S606 - becomes the load
 
 
 def build_command(arguments: Sequence[str]) -> tuple[str, ...]:
@@ -58,18 +63,21 @@ def build_command(arguments: Sequence[str]) -> tuple[str, ...]:
     return tuple(arguments)
 
 
-def build_preload_argv(plan: Plan) -> list[str]:
-    """Given the plan, return the argv that loads its weights, through the launcher."""
-    serve = plan.attempts[-1].argv
-    assert serve[:2] == ("vllm", "serve"), serve[:2]
-    return _launched(plan, [sys.executable, "-m", _MODULE, *serve[2:]])
+def build_preload_argv(settings: Settings, plan: Plan) -> list[str]:
+    """Given settings and plan, return the argv that loads the plan's weights, by the launcher.
 
-
-def build_environment(environ: Mapping[str, str], plan: Plan) -> dict[str, str]:
-    """Given the container's environment and the plan, return the engine's, as its runner makes it;
-    without an API key, which only a server needs."""
-    own = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
-    return {**plan.environment, **own}
+    What the loader is told stands in it: the file for that is the one of the engine that runs.
+    """
+    words = list(plan.attempts[-1].argv)
+    assert words[:2] == ["vllm", "serve"], words[:2]
+    extra = json.loads(words[-1]) if words[-2] == _EXTRA else {}
+    if extra.get("file") == str(settings.env.run_dir / LOADER_FILE):
+        del extra["file"]
+        told = dict(plan.loader)
+        if "socket_dir" in extra:
+            del told["socket_path"]
+        words[-1] = json.dumps({**told, **extra})
+    return _launched(plan, [sys.executable, "-m", _MODULE, *words[2:]])
 
 
 def _launched(plan: Plan, argv: Sequence[str]) -> list[str]:
@@ -77,23 +85,30 @@ def _launched(plan: Plan, argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", str(_LAUNCHER), str(uid), "none", *argv]
 
 
-def _check_vault(settings: Settings) -> None:
-    """Raise EntrypointError where no vault answers: all of the loading would be for nothing."""
+def _environment(settings: Settings, plan: Plan) -> dict[str, str]:
+    """The engine's environment, but for the API key of warmhold's own setting: nothing serves."""
+    return {**settings.environ, **plan.environment}
+
+
+def _check_vault(settings: Settings, plan: Plan) -> None:
+    """Raise EntrypointError where all of the loading would be for nothing: no vault answers, or
+    these weights would not be published."""
+    for item in plan.rejections:
+        if item.code in _HOPELESS:
+            detail = f"{item.code}: {item.detail}"
+            raise EntrypointError([Fault("mode.unavailable", detail, item.remedy)])
     try:
         with VaultClient(settings.env.run_dir / VAULT_SOCKET) as client:
             client.hello()
     except WcacheError as error:
-        remedy = error.remedy
-        if settings.env.wcache == "off":
-            remedy = f"start the container with {PREFIX}WCACHE=vault"
         detail = f"{error.code}: {error.detail}"
-        raise EntrypointError([Fault("wcache.unreachable", detail, remedy)]) from error
+        raise EntrypointError([Fault("wcache.unreachable", detail, error.remedy)]) from error
 
 
 def _fetch(command: Sequence[str], settings: Settings, plan: Plan) -> tuple[Settings, Plan]:
     """Download the model and plan anew; raise EntrypointError where it is not there then."""
     argv = _launched(plan, build_fetch_argv(settings))
-    done = subprocess.run(argv, env=build_environment(os.environ, plan), check=False)
+    done = subprocess.run(argv, env=_environment(settings, plan), check=False)
     if done.returncode == 0:
         settings, plan = make_sound_plan(command, _TOLERATED)
     if plan.model_directory is None:

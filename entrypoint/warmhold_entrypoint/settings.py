@@ -94,11 +94,24 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     wcache: Annotated[
-        Literal["off", "vault"],
-        _about("`vault` starts the vault of resident weights; no engine publishes to it yet."),
-    ] = "off"
+        Literal["vault", "off"],
+        _about("`vault` keeps weights resident between engine starts; `off` reads them each time."),
+    ] = "vault"
+    cpu_linear: Annotated[
+        Literal["shared", "packed"],
+        _about(
+            "How a CPU's linear layers hold weights: `shared` computes from the resident ones;"
+            " `packed` is vLLM's own way and copies them."
+        ),
+    ] = "shared"
     metrics_port: Annotated[
         Port | None, _about("Serve Prometheus metrics of the supervision on this port (off).")
+    ] = None
+    wcache_health_port: Annotated[
+        Port | None,
+        _about(
+            "Serve the vault's /health on this port of 127.0.0.1: 200 after a round trip (off)."
+        ),
     ] = None
     log_format: Annotated[Literal["text", "json"], _about("Form of warmhold's log lines.")] = "text"
     log_level: Annotated[
@@ -151,6 +164,8 @@ class Settings:
 
     env: Environment
     arguments: EngineArguments = field(repr=False)
+    # The container's environment without our own variables: what the engine inherits.
+    environ: Mapping[str, str] = field(repr=False)
     offline: bool
     api_keys: tuple[str, ...] = field(repr=False)
 
@@ -203,6 +218,7 @@ def read_settings(
     settings = Settings(
         env=env,
         arguments=arguments,
+        environ={name: value for name, value in environ.items() if not name.startswith(PREFIX)},
         offline=any(
             environ.get(name, "").lower() in {"1", "true", "yes", "on"}
             for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

@@ -10,7 +10,8 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from .conf import check_paths
+from . import weights
+from .conf import ENGINE_FOLDER, check_paths
 from .errors import EntrypointError, Fault
 from .facts import read_facts
 from .files import read_json, write_atomically
@@ -57,7 +58,8 @@ def prepare_folders(settings: Settings, plan: Plan) -> None:
     """
     uid = os.getuid() if plan.uid is None else plan.uid
     cache = Path(plan.cache_dir)
-    of_engine = [cache, cache / "home"]
+    of_engine = [cache, cache / "home", settings.env.run_dir / ENGINE_FOLDER]
+    of_engine.append(weights.digests_folder(settings))
     if plan.model_directory is None:
         of_engine.append(settings.env.models_dir / "hub")  # the download runs without rights too
     for folder in [settings.env.run_dir, settings.env.state_dir, cache.parent, *of_engine]:
@@ -75,6 +77,14 @@ def prepare_folders(settings: Settings, plan: Plan) -> None:
                     )
                 ]
             ) from error
+
+
+def write_loader(settings: Settings, plan: Plan) -> None:
+    """Write what the weight loader in the engine is told, and forget what an earlier one said."""
+    weights.forget_reports(settings.env.run_dir)
+    if plan.loader:
+        path = settings.env.run_dir / weights.LOADER_FILE
+        write_atomically(path, json.dumps(plan.loader), mode=0o644)
 
 
 def write_command(run_dir: Path, command: Sequence[str]) -> None:

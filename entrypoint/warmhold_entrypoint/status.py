@@ -135,6 +135,7 @@ def render_status(status: Status) -> str:
             (f"not {item['mode']}", f"{item['code']}: {item['detail']}")
             for item in status["rejections"]
         ),
+        *([("weights", _weights_text(status["weights"]))] if status["weights"] else []),
         ("model", status["model"]),
         ("url", status["url"]),
         ("uptime", "-" if uptime_s is None else f"{uptime_s:.0f} s"),
@@ -145,3 +146,12 @@ def render_status(status: Status) -> str:
         phases = ", ".join(f"{name} {value:.2f}" for name, value in status["phases"].items())
         rows.append(("last start", f"{status['total_s']:.2f} s: {phases}"))
     return "\n".join(f"{name:<14}{value}" for name, value in rows)
+
+
+def _weights_text(found: dict[str, Any]) -> str:
+    """Given what the loads did, return it as a phrase."""
+    where = "mapped from the vault" if found["mode"] == "ipc_cache" else "read from disk"
+    text = f"{found['bytes'] / (1 << 20):.0f} MiB {where} in {found['seconds']:.2f} s"
+    if found["published"]:
+        return f"{text}, published as {', '.join(found['published'])}"
+    return f"{text}; not published: {found['not_published']}" if found["not_published"] else text

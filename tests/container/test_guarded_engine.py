@@ -50,6 +50,18 @@ def test_the_model_was_found_in_the_mounted_cache(guarded: RealStack) -> None:
     assert "directory=/models/models--warmhold--demo/snapshots/c0ffee" in guarded.log()
 
 
+def test_without_any_right_weights_stay_resident(guarded: RealStack) -> None:
+    asked = {"path": "/llm", "model": "warmhold/demo", "key": "sk-container-42", "tls": True}
+    first = guarded.wait_ready()
+    assert first["mode"] == "disk"
+    answers = guarded.answers(**asked)
+    front = next(pid for pid, item in guarded.tree().items() if "vllm serve" in item["command"])
+    assert guarded.run("kill", "-9", str(front))[0] == 0
+    second = guarded.wait_ready(starts=2)
+    assert second["mode"] == "ipc_cache"
+    assert guarded.answers(**asked) == answers
+
+
 def test_the_engine_may_not_use_the_supervision(guarded: RealStack) -> None:
     code, text = guarded.run("supervisorctl", "status", user="10001")
     assert code == 77

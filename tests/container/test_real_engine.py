@@ -14,6 +14,7 @@ from safetensors import safe_open
 from stack import eventually
 
 pytestmark = pytest.mark.container
+FROM_DISK: list[object] = []
 KINDS = {"front": "vllm serve", "core": "VLLM::EngineCore", "worker": "VLLM::Worker"}
 
 
@@ -40,6 +41,19 @@ def test_it_serves_a_real_model_without_a_warning(real: RealStack) -> None:
     assert real.state()["Health"]["Status"] == "healthy"
 
 
+def test_the_first_start_publishes_its_weights(real: RealStack) -> None:
+    status = real.wait_ready()
+    assert status["mode"] == "disk"
+    codes = [item["code"] for item in status["rejections"]]
+    assert codes == ["snapshot.unsupported", "ipc_cache.absent"]
+    (row,) = real.vault()
+    assert status["weights"]["published"] == [row["id"]]
+    assert row["bytes"] > 250 << 20
+    assert {int(pid) for pid in row["holders"]} <= set(real.tree())
+    assert real.run("warmhold", "plan")[1].startswith("try ipc_cache\ntry disk\n")
+    FROM_DISK.extend(real.answers())
+
+
 def test_phases_add_up(real: RealStack) -> None:
     status = real.wait_ready()
     phases = status["phases"]
@@ -59,7 +73,21 @@ def test_the_second_start_compiles_nothing(real: RealStack) -> None:
     assert compiled_files(real) == before
     assert second["total_s"] < first["total_s"]
     assert second["crashes"] == 0
+    assert second["mode"] == "ipc_cache"
     assert "Paris" in real.complete()
+
+
+def test_a_hit_is_the_same_model_and_reads_no_checkpoint(real: RealStack) -> None:
+    status = real.wait_ready()
+    assert (status["mode"], status["weights"]["published"]) == ("ipc_cache", [])
+    assert "ipc_cache" not in {item["mode"] for item in status["rejections"]}
+    assert status["weights"]["bytes"] == sum(row["bytes"] for row in real.vault())
+    assert real.mappings(".safetensors") == set()
+    mapped = real.mappings("memfd:weights")
+    assert mapped
+    assert {rights for rights, _ in mapped} == {"r--s"}
+    assert len(FROM_DISK) == 20
+    assert real.answers() == FROM_DISK
 
 
 def test_the_engine_has_no_rights_and_the_supervision_has(real: RealStack) -> None:
@@ -104,6 +132,8 @@ def kill_once(real: RealStack, kind: str) -> None:
     after = real.wait_ready(starts=status["starts"] + 1)
     assert after["crashes"] == status["crashes"] + 1
     assert after["last_exit"]["code"] != 0
+    assert after["mode"] == "ipc_cache"
+    assert len(real.vault()) == 1
     assert kinds(real) == before[0] == dict.fromkeys(KINDS, 1)
     assert not old & set(real.tree())
     assert len(real.shm_files()) == before[1]
@@ -123,6 +153,26 @@ def test_a_stopped_core_shows_and_recovers(real: RealStack) -> None:
     finally:
         assert real.run("kill", "-CONT", str(core))[0] == 0
     eventually(lambda: real.run("warmhold", "healthcheck")[0] == 0, "ready again")
+
+
+def test_the_vault_holds_what_the_checkpoint_says(real: RealStack) -> None:
+    code, text = real.run("wcache", "verify")
+    assert code == 0, text
+    assert "sound" in text
+
+
+def test_a_vault_that_is_killed_loses_nothing_and_no_request_fails(real: RealStack) -> None:
+    before = real.vault()
+    wanted = real.answers()
+    for end in ("pkill -KILL -f 'warmhold_wcache[.]serve'", "supervisorctl restart wcache"):
+        results: list[list[object]] = []
+        asking = threading.Thread(target=lambda found=results: found.append(real.answers()))
+        asking.start()
+        code, text = real.run("sh", "-c", end)
+        assert code == 0, text
+        asking.join()
+        assert results == [wanted]
+        assert [row["id"] for row in real.vault()] == [row["id"] for row in before]
 
 
 def test_the_demo_weights_are_a_plain_checkpoint(real: RealStack, tmp_path: Path) -> None:

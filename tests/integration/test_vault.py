@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,9 +15,10 @@ from typing import Any
 
 import pytest
 from attacker import STORE_VERBS, Attacker
-from stack import Stack, eventually
+from stack import Stack, eventually, free_port
 from vault_process import close_all, connect, make_generation
 from warmhold_entrypoint import tree
+from warmhold_entrypoint.errors import Exit
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.generation import encode_description
 from warmhold_wcache.store import FdStoreClient
@@ -103,11 +106,91 @@ def restart(stack: Stack) -> None:
 
 
 def serve(make_stack: MakeStack) -> Stack:
-    stack = make_stack(WARMHOLD_WCACHE="vault")
-    stack.environment["FAKE_VLLM_VAULT"] = str(socket_of(stack))
+    stack = make_stack()
     stack.serve()
     eventually(lambda: stat(stack), "the generation")
     return stack
+
+
+def reasons(status: dict[str, Any]) -> dict[str, str]:
+    return {item["mode"]: item["code"] for item in status["rejections"]}
+
+
+def test_the_second_engine_finds_what_the_first_one_published(make_stack: MakeStack) -> None:
+    stack = serve(make_stack)
+    first = stack.wait_ready()
+    assert (first["mode"], first["weights"]["published"]) == ("disk", [stat(stack)[0]["id"]])
+    assert reasons(first)["ipc_cache"] == "ipc_cache.absent"
+    assert "try ipc_cache" in stack.run("plan").stdout
+    os.kill(stack.roles()["worker"], signal.SIGKILL)
+    second = stack.wait_ready(starts=2)
+    assert (second["mode"], second["weights"]["published"]) == ("ipc_cache", [])
+    assert "ipc_cache" not in reasons(second)
+    assert "mapped from the vault" in stack.run("status").stdout
+    assert "READY mode=ipc_cache" in stack.text()
+    assert stack.stop() == 0
+
+
+def test_a_hit_that_was_not_expected_is_told_as_one(make_stack: MakeStack) -> None:
+    """The files look changed, so that the plan expects a miss; the loader compares more."""
+    stack = serve(make_stack)
+    for file in (stack.folder / "model").glob("*.safetensors"):
+        os.utime(file, (1, 1))
+    plan = stack.run("plan").stdout
+    assert "not ipc_cache: ipc_cache.key-mismatch" in plan
+    assert "files" in plan
+    assert stack.supervisorctl("restart", "engine").returncode == 0
+    status = stack.wait_ready(starts=2)
+    assert (status["mode"], reasons(status).get("ipc_cache")) == ("ipc_cache", None)
+
+
+def test_a_hung_vault_costs_no_start(make_stack: MakeStack) -> None:
+    stack = serve(make_stack)
+    vault = vault_pid(stack)
+    os.kill(vault, signal.SIGSTOP)
+    try:
+        assert "ipc_cache.hung" in stack.run("plan").stdout
+        os.kill(stack.roles()["front"], signal.SIGKILL)
+        status = stack.wait_ready(starts=2)
+    finally:
+        os.kill(vault, signal.SIGCONT)
+    assert status["mode"] == "disk"
+    assert "hung" in status["weights"]["not_published"]
+    assert "supervisorctl status wcache" in status["rejections"][1]["remedy"]
+
+
+def test_without_a_vault_every_start_is_from_disk(make_stack: MakeStack) -> None:
+    stack = make_stack(WARMHOLD_WCACHE="off").serve()
+    status = stack.wait_ready()
+    assert (status["mode"], reasons(status)["ipc_cache"]) == ("disk", "ipc_cache.off")
+    assert not socket_of(stack).exists()
+
+
+def test_the_vaults_health_over_http(make_stack: MakeStack) -> None:
+    port = free_port()
+    stack = make_stack(WARMHOLD_WCACHE_HEALTH_PORT=str(port)).serve()
+
+    def ask() -> int:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    eventually(lambda: ask() == 200, "the vault's health")
+    assert stack.supervisorctl("stop", "wcache").returncode == 0
+    assert ask() == 503
+    assert stack.supervisorctl("start", "wcache").returncode == 0
+    eventually(lambda: ask() == 200, "the vault's health")
+
+
+def test_a_named_mode_needs_what_is_resident(make_stack: MakeStack) -> None:
+    stack = make_stack(WARMHOLD_MODE="ipc_cache").boot()
+    assert stack.wait() == Exit.MODE_UNAVAILABLE
+    assert "ipc_cache.absent" in stack.text()
+    assert "preload" in stack.text()
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "unheld"])

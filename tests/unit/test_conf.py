@@ -86,8 +86,16 @@ def test_the_listener_hears_of_ends_and_not_of_stops(tmp_path: Path) -> None:
     assert events == {"ProcessStateExitedEvent", "ProcessStateFatalEvent"}
 
 
-def test_metrics_and_the_vault_only_where_they_were_asked_for(tmp_path: Path) -> None:
-    assert set(programs(settings(RUN_DIR=str(tmp_path)))) == {"engine", "end"}
+def test_metrics_only_where_asked_for_and_the_vault_unless_unwanted(tmp_path: Path) -> None:
+    assert set(programs(settings(RUN_DIR=str(tmp_path)))) == {"engine", "end", "wcache"}
+    assert set(programs(settings(RUN_DIR=str(tmp_path), WCACHE="off"))) == {"engine", "end"}
+
+
+def test_the_vaults_health_has_a_program_where_there_is_a_vault() -> None:
+    asked = {"WCACHE_HEALTH_PORT": "9200"}
+    assert "[program:wcache-health]" in build_conf(settings(**asked))
+    assert "wcache-health" not in build_conf(settings(**asked, WCACHE="off"))
+    assert "wcache-health" not in build_conf(settings())
 
 
 def test_every_exit_code_of_the_runner_is_expected(tmp_path: Path) -> None:

@@ -35,6 +35,25 @@ def test_the_socket() -> None:
     assert read_options(both, "ipc_cache").socket_path == Path("/y/z.sock")
 
 
+def test_a_file_counts_less_than_what_stands_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "loader.json"
+    file.write_text('{"socket_path": "/f/s", "publish": false, "launch_key": {"a": "b"}, "n": 1}')
+    options = read_options({"file": str(file), "n": 2}, "warmhold")
+    assert (options.socket_path, options.publish) == (Path("/f/s"), False)
+    assert (options.launch_key, options.rest) == ({"a": "b"}, {"n": 2})
+    own = read_options({"file": str(file), "socket_dir": "/x"}, "warmhold")
+    assert own.socket_path == Path("/x/wcache.sock")
+
+
+@pytest.mark.parametrize("content", [None, "", "[1]", "{"])
+def test_a_file_without_settings_is_named(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "loader.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match=str(file)):
+        read_options({"file": str(file)}, "warmhold")
+
+
 def test_what_is_not_known_is_vllms() -> None:
     options = read_options({"enable_multithread_load": True, "is_draft": True}, "warmhold")
     assert options.rest == {"enable_multithread_load": True}

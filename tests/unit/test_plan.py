@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 from warmhold_entrypoint import plan as plan_module
+from warmhold_entrypoint.budget import GIB, MIB, choose_kv_bytes, choose_threads
+from warmhold_entrypoint.command import build_engine_environment, build_fetch_argv
 from warmhold_entrypoint.errors import Fault
 from warmhold_entrypoint.facts import Facts
 from warmhold_entrypoint.model import Model
-from warmhold_entrypoint.plan import (
-    GIB,
-    MIB,
-    Plan,
-    build_engine_environment,
-    build_fetch_argv,
-    choose_kv_bytes,
-    choose_threads,
-    decide,
-)
+from warmhold_entrypoint.plan import Plan, decide
+from warmhold_entrypoint.resident import Vault
 from warmhold_entrypoint.settings import Settings, read_settings
+from warmhold_wcache.content import Content, FileVersion
 
 FACTS = Facts(
     build_id="b1",
@@ -34,6 +29,9 @@ FACTS = Facts(
     shm_free_bytes=GIB,
     state_free_bytes=100 * GIB,
     model=Model("demo", "/opt/warmhold/demo", GIB // 4),
+    content=Content("c0", (FileVersion("/opt/warmhold/demo/model.safetensors", 9, 1, 1, 1),)),
+    vault=Vault(),
+    plugins=("lora", "warmhold"),
     cache_dir="/state/cache/b1-0.32.0-cpu-12345678",
     faults=(),
 )
@@ -56,43 +54,112 @@ def codes(plan: Plan) -> list[str]:
     return [fault.code for fault in plan.faults]
 
 
-def options(plan: Plan) -> dict[str, str]:
-    """Given a plan of one attempt, return the options after the model, each with one value."""
-    (attempt,) = plan.attempts
-    assert attempt.argv[:2] == ("vllm", "serve")
-    return dict(zip(attempt.argv[3::2], attempt.argv[4::2], strict=True))
+def options(plan: Plan, attempt: int = 0) -> dict[str, str]:
+    """Given a plan, return an attempt's options after the model, each with one value."""
+    argv = plan.attempts[attempt].argv
+    assert argv[:2] == ("vllm", "serve")
+    return dict(zip(argv[3::2], argv[4::2], strict=True))
+
+
+def extra(plan: Plan, attempt: int = 0) -> dict[str, Any]:
+    """Given a plan, return what an attempt tells the loader."""
+    return dict(json.loads(options(plan, attempt)["--model-loader-extra-config"]))
+
+
+def resident(wanted: Settings, **changes: Any) -> Vault:
+    """A vault that holds what these settings want, but for the changed fields of the launch key."""
+    key = {**decide(wanted, FACTS).loader["launch_key"], **changes}
+    return Vault(rows=({"id": "g1", "model": "m", "bytes": GIB // 4, "launch_key": key},))
 
 
 # Modes
 
 
 @pytest.mark.parametrize(
-    ("mode", "attempts", "rejections", "faults"),
+    ("mode", "warm", "attempts", "rejections", "faults"),
     [
-        ("auto", ["disk"], ["snapshot.unsupported", "ipc_cache.unsupported"], []),
-        ("disk", ["disk"], ["snapshot.not-wanted", "ipc_cache.not-wanted"], []),
+        ("auto", False, ["disk"], ["snapshot.unsupported", "ipc_cache.absent"], []),
+        ("auto", True, ["ipc_cache", "disk"], ["snapshot.unsupported"], []),
+        ("disk", True, ["disk"], ["snapshot.not-wanted", "ipc_cache.not-wanted"], []),
+        ("ipc_cache", True, ["ipc_cache"], ["snapshot.not-wanted", "disk.not-wanted"], []),
         (
             "snapshot",
+            True,
             [],
             ["snapshot.unsupported", "ipc_cache.not-wanted", "disk.not-wanted"],
             ["mode.unavailable"],
         ),
         (
             "ipc_cache",
+            False,
             [],
-            ["snapshot.not-wanted", "ipc_cache.unsupported", "disk.not-wanted"],
+            ["snapshot.not-wanted", "ipc_cache.absent", "disk.not-wanted"],
             ["mode.unavailable"],
         ),
     ],
 )
-def test_modes(mode: str, attempts: list[str], rejections: list[str], faults: list[str]) -> None:
-    plan = decide(settings(MODE=mode), FACTS)
+def test_modes(
+    mode: str, warm: bool, attempts: list[str], rejections: list[str], faults: list[str]
+) -> None:
+    wanted = settings(MODE=mode)
+    vault = resident(settings()) if warm else Vault()
+    plan = decide(wanted, facts(vault=vault))
     assert [attempt.mode for attempt in plan.attempts] == attempts
     assert [rejection.code for rejection in plan.rejections] == rejections
     assert codes(plan) == faults
     for rejection in plan.rejections:
         assert rejection.code.startswith(f"{rejection.mode}.")
         assert rejection.detail and rejection.remedy
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "source"),
+    [
+        *(("auto", code, "auto") for code in ("loading", "absent")),
+        *(("auto", code, "disk") for code in ("hung", "dead-socket", "other-uid", "off")),
+        ("disk", "hung", "disk"),
+        ("ipc_cache", "loading", "ipc_cache"),
+    ],
+)
+def test_the_loader_looks_for_itself_where_the_forecast_may_be_wrong(
+    mode: str, code: str, source: str
+) -> None:
+    plan = decide(settings(MODE=mode), facts(vault=Vault(code, "why")))
+    assert extra(plan)["source"] == source
+    if mode == "auto":
+        (reason,) = [item for item in plan.rejections if item.mode == "ipc_cache"]
+        assert (reason.code, reason.detail) == (f"ipc_cache.{code}", "why")
+
+
+def test_after_a_failed_hit_comes_the_disk_alone() -> None:
+    plan = decide(settings(), facts(vault=resident(settings())))
+    assert [extra(plan, index)["source"] for index in (0, 1)] == ["auto", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("command", "changed", "field"),
+    [
+        ([], {"content": "other"}, "content (other → c0)"),
+        (["--dtype", "float16"], {}, "argument.dtype (none → float16)"),
+        ([], {"cpu_linear": "packed"}, "cpu_linear (packed → shared)"),
+        ([], {"variable.VLLM_X": "1"}, "variable.VLLM_X (1 → none)"),
+    ],
+)
+def test_a_mismatch_names_the_fields(
+    command: list[str], changed: dict[str, str], field: str
+) -> None:
+    plan = decide(settings(*command), facts(vault=resident(settings(), **changed)))
+    reason = plan.rejections[1]
+    assert reason.code == "ipc_cache.key-mismatch"
+    assert field in reason.detail
+    assert [attempt.mode for attempt in plan.attempts] == ["disk"]
+    assert extra(plan)["source"] == "auto"
+
+
+def test_what_changes_no_weights_is_no_mismatch() -> None:
+    vault = resident(settings())
+    for command in (["--port", "9"], ["--kv-cache-memory-bytes", "1G"], ["--load-format", "auto"]):
+        assert decide(settings(*command), facts(vault=vault)).attempts[0].mode == "ipc_cache"
 
 
 def test_a_named_mode_fails_with_its_own_reason() -> None:
@@ -186,6 +253,36 @@ def test_the_kv_cache_that_the_engine_is_given_is_the_one_that_must_fit() -> Non
     assert choose_kv_bytes(asked, FACTS) == (None, None)
 
 
+def test_other_resident_weights_count() -> None:
+    vault = Vault(rows=({"bytes": 2 * GIB, "launch_key": {"content": "x"}},))
+    assert codes(decide(settings(), facts(memory_limit_bytes=4 * GIB, vault=vault))) == [
+        "memory.too-small"
+    ]
+    (fault,) = decide(settings(), facts(memory_limit_bytes=4 * GIB, vault=vault)).faults
+    assert "other resident weights 2.00 GiB" in fault.detail
+    assert "wcache status" in fault.remedy
+    alone = decide(settings(), facts(memory_limit_bytes=4 * GIB))
+    assert not alone.faults
+    warm = decide(settings(), facts(memory_limit_bytes=4 * GIB, vault=resident(settings())))
+    assert warm.kv_cache_bytes == alone.kv_cache_bytes
+    private = facts(memory_limit_bytes=4 * GIB, vault=resident(settings()))
+    again = decide(settings(MODE="disk"), private)
+    assert (again.kv_cache_bytes or 0) < (alone.kv_cache_bytes or 0)
+
+
+def test_a_copy_that_does_not_fit_is_not_made_resident() -> None:
+    """Packed layers hold copies of their own: twice the weights."""
+    found = facts(model=Model("demo", "/demo", 4 * GIB), memory_limit_bytes=8 * GIB)
+    plan = decide(settings(CPU_LINEAR="packed"), found)
+    assert not plan.faults
+    assert plan.loader["publish"] is False
+    assert plan.rejections[1].code == "ipc_cache.memory"
+    assert "10.25 GiB" in plan.rejections[1].detail
+    roomy = dataclasses.replace(found, memory_limit_bytes=16 * GIB)
+    assert decide(settings(CPU_LINEAR="packed"), roomy).loader["publish"] is True
+    assert decide(settings(CPU_LINEAR="shared"), found).loader["publish"] is True
+
+
 # Threads
 
 
@@ -226,6 +323,8 @@ def test_argv_of_the_demo() -> None:
         "--shutdown-timeout": "30",
         "--disable-access-log-for-endpoints": "/health,/metrics",
         "--kv-cache-memory-bytes": str(ROOMY_KV),
+        "--load-format": "warmhold",
+        "--model-loader-extra-config": '{"file": "/run/warmhold/loader.json", "source": "auto"}',
     }
 
 
@@ -264,6 +363,62 @@ def test_what_is_not_there_yet_is_fetched_by_its_name() -> None:
         *("hf", "download", "o/n", "--revision", "v1", "--cache-dir", "/models/hub"),
     )
     assert "--revision" not in build_fetch_argv(settings(MODEL="o/n"))
+
+
+# The weight loader
+
+
+def test_a_format_that_goes_its_own_way_keeps_its_argv() -> None:
+    own = ["--load-format", "runai_streamer", "--model-loader-extra-config", '{"a": 1}']
+    plan = decide(settings(*own, CPU_LINEAR="shared"), FACTS)
+    assert plan.attempts[0].argv[3:7] == tuple(own)
+    assert "warmhold" not in plan.attempts[0].argv
+    assert plan.rejections[1].code == "ipc_cache.unsupported"
+    assert plan.loader == {}
+
+
+@pytest.mark.parametrize("name", ["safetensors", "PT", "dummy"])
+def test_a_format_that_is_read_by_the_loader_is_handed_on(name: str) -> None:
+    plan = decide(settings("--load-format", name), FACTS)
+    assert plan.loader["disk_format"] == name.lower()
+    assert options(plan)["--load-format"] == "warmhold"
+    assert plan.attempts[0].argv.count("--load-format") == 1
+
+
+def test_the_loaders_own_format_is_the_users_choice() -> None:
+    own = ["--load-format", "ipc_cache", "--model-loader-extra-config", '{"fallback": false}']
+    plan = decide(settings(*own), FACTS)
+    assert len(plan.attempts) == 1
+    assert options(plan)["--load-format"] == "ipc_cache"
+    assert extra(plan) == {"file": "/run/warmhold/loader.json", "fallback": False}
+    assert plan.loader["disk_format"] == "auto"
+
+
+def test_the_users_loader_options_win() -> None:
+    plan = decide(settings("--model-loader-extra-config", '{"source": "disk", "n": 2}'), FACTS)
+    assert extra(plan) == {"file": "/run/warmhold/loader.json", "source": "disk", "n": 2}
+
+
+def test_without_a_vault_the_linear_path_is_the_same() -> None:
+    plan = decide(settings(WCACHE="off"), facts(vault=Vault("off", "WARMHOLD_WCACHE=off")))
+    assert (plan.loader["publish"], plan.loader["cpu_linear"]) == (False, "shared")
+    assert extra(plan)["source"] == "disk"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "plugins"),
+    [(None, "lora,warmhold"), ("mine", "mine,warmhold"), ("warmhold,x", "warmhold,x")],
+)
+def test_our_plugin_is_loaded_and_no_other_is_lost(chosen: str | None, plugins: str) -> None:
+    environ = {} if chosen is None else {"VLLM_PLUGINS": chosen}
+    made, _, _ = read_settings(environ, ())
+    assert build_engine_environment(made, FACTS)["VLLM_PLUGINS"] == plugins
+
+
+def test_a_variable_of_the_user_is_kept() -> None:
+    made, _, _ = read_settings({"VLLM_CACHE_ROOT": "/x", "HOME": "/root"}, ())
+    environment = build_engine_environment(made, FACTS)
+    assert not {"VLLM_CACHE_ROOT", "HOME"} & set(environment)
 
 
 # Secrets
@@ -319,11 +474,12 @@ def test_another_uid_has_a_home_in_the_cache(uid: str, home: bool) -> None:
     assert plan.environment.get("HOME") == (f"{FACTS.cache_dir}/home" if home else None)
 
 
-def test_no_variable_of_ours_reaches_the_engine() -> None:
+def test_no_setting_of_ours_reaches_the_engine() -> None:
     environment = build_engine_environment(
         settings(ENGINE_UID="1000", API_KEY="s3cret"), facts(cpu_quota=1.0)
     )
-    assert [name for name in environment if name.startswith("WARMHOLD_")] == []
+    ours = {name: value for name, value in environment.items() if name.startswith("WARMHOLD_")}
+    assert ours == {"WARMHOLD_CONTROL_SOCKET": "/run/warmhold/engine/control.sock"}
     assert "s3cret" not in environment.values()
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A preload: what it runs, as whom, past what, and when all weights count as resident."""
 
+import json
 import os
 import socket
 import subprocess
@@ -44,7 +45,9 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list
 
 def serve_vault(folder: Path):
     """A vault where the container's would be."""
-    (folder / "run" / "wcache.sock").symlink_to(folder / "vault.sock")
+    path = folder / "run" / "wcache.sock"
+    path.unlink(missing_ok=True)
+    path.symlink_to(folder / "vault.sock")
     return running_vault(folder)
 
 
@@ -65,7 +68,12 @@ def test_it_runs_the_plans_arguments_as_the_engine_and_unmarked(
         str(tmp_path / "model"),
         *("--max-model-len", "512", "-tp", "2"),
     ]
-    assert not [name for name in environment if name.startswith("WARMHOLD_")]
+    loader = json.loads(argv[-1])
+    assert argv[-4:-1] == ["--load-format", "warmhold", "--model-loader-extra-config"]
+    assert loader["socket_path"] == str(tmp_path / "run" / "wcache.sock")
+    assert loader["launch_key"]["argument.max-model-len"] == "512"
+    assert "file" not in loader
+    assert "WARMHOLD_MODE" not in environment
     assert (environment["VLLM_LOGGING_LEVEL"], environment["HF_HUB_OFFLINE"]) == ("INFO", "1")
     assert environment["VLLM_CACHE_ROOT"].startswith(str(tmp_path / "state"))
     assert "hush" not in [*argv, *environment.values()]
@@ -117,16 +125,39 @@ def test_other_faults_do(tmp_path: Path, executed: list[object]) -> None:
     assert executed == []
 
 
-@pytest.mark.parametrize("wanted", ["vault", "off"])
 def test_without_a_vault_nothing_is_loaded(
-    executed: list[object], monkeypatch: pytest.MonkeyPatch, wanted: str
+    executed: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WARMHOLD_WCACHE", wanted)
     with pytest.raises(EntrypointError, match=r"wcache\.unreachable: wcache\.absent") as caught:
         preload.run_preload([])
     assert caught.value.exit_code == 69
-    assert ("WARMHOLD_WCACHE=vault" in caught.value.faults[0].remedy) == (wanted == "off")
+    monkeypatch.setenv("WARMHOLD_WCACHE", "off")
+    with pytest.raises(EntrypointError, match=r"mode\.unavailable: ipc_cache\.off") as caught:
+        preload.run_preload([])
+    assert caught.value.exit_code == 69
     assert executed == []
+
+
+@pytest.mark.parametrize("name", ["runai_streamer", "dummy"])
+def test_what_would_not_be_published_is_not_loaded(
+    tmp_path: Path, executed: list[object], name: str
+) -> None:
+    with serve_vault(tmp_path), pytest.raises(EntrypointError, match=r"ipc_cache\.unsupported"):
+        preload.run_preload(["--load-format", name])
+    assert executed == []
+
+
+def test_the_users_own_loader_options_stay(
+    tmp_path: Path, executed: list[tuple[list[str], dict[str, str]]]
+) -> None:
+    own = {"socket_dir": "/own", "segment_bytes": 1 << 21}
+    for extra in ({"file": "/own.json"}, own):
+        with serve_vault(tmp_path), pytest.raises(ExecError):
+            preload.run_preload(["--model-loader-extra-config", json.dumps(extra)])
+    first, second = (json.loads(argv[-1]) for argv, _ in executed)
+    assert first["file"] == "/own.json"
+    assert own.items() <= second.items()
+    assert "socket_path" not in second
 
 
 def test_wcache_hands_it_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,8 +219,8 @@ def test_a_second_load_of_a_process_does_not_replace_the_first_report(tmp_path: 
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment) as process:
         pass
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [f"weights-{process.pid}-2.json", f"weights-{process.pid}.json"]
-    assert [item["published"] for item in plugin.read_reports(tmp_path)] == ["b", "a"]
+    assert names == [f"weights-{process.pid}-{number}.json" for number in (1, 2)]
+    assert [item["published"] for item in plugin.read_reports(tmp_path)] == ["a", "b"]
 
 
 def fake_load(outcomes: list[Outcome], ranks: int):

@@ -30,6 +30,10 @@ FULL: Status = {
         {"mode": "snapshot", "code": "snapshot.unsupported", "detail": "why", "remedy": "do"},
         {"mode": "ipc_cache", "code": "ipc_cache.unsupported", "detail": "why", "remedy": "do"},
     ],
+    "weights": {
+        **{"mode": "disk", "bytes": 3 << 20, "seconds": 0.5, "published": ["g1"]},
+        **{"loads": 1, "code": "", "reason": "", "fields": [], "not_published": ""},
+    },
     "model": "demo",
     "url": "http://127.0.0.1:8000",
     "pid": 30,
@@ -45,7 +49,7 @@ FULL: Status = {
 EARLY: Status = {
     **FULL,
     **{"state": "SWEEP", "ready": False, "mode": None, "rejections": [], "uptime_s": None},
-    **{"last_exit": None, "phases": {}, "total_s": None},
+    **{"last_exit": None, "phases": {}, "total_s": None, "weights": None},
 }
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\["\\n])*"'

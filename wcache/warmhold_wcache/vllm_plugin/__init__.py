@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of warmhold that runs inside vLLM: a weight loader. Alone here torch and vLLM are
-imported.
+"""The part of warmhold that runs inside vLLM: a weight loader and a control socket. Alone here
+torch and vLLM are imported.
 
 `register` is an entry point of `vllm.general_plugins`, so vLLM calls it in every process, also for
 users who never ask for this loader: it adds a name to a table and changes nothing else. What

@@ -91,7 +91,10 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """Given the configuration, return the model with its weights, from the vault or from
         disk."""
-        outcome = Outcome(cpu_linear=self.options.cpu_linear if current_platform.is_cpu() else "")
+        outcome = Outcome(
+            publishes=self.options.publish,
+            cpu_linear=self.options.cpu_linear if current_platform.is_cpu() else "",
+        )
         if current_platform.is_cpu():
             # Before any layer is processed, and for every source: one path for all.
             select_cpu_linear(CpuLinear(self.options.cpu_linear))
@@ -209,7 +212,8 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
             self._release(generation)
             known = isinstance(error, StructureError)
             outcome.miss("wcache.unsupported", str(error) or repr(error), warn=True)
-            outcome.publishes = False  # the same key would bring the same failure
+            outcome.publishes = False
+            outcome.not_published("the same key would bring the same failure")
             if not known:
                 logger.exception("the vault's weights could not be used")
             return None
@@ -283,7 +287,9 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
                 reason = "weight files changed while they were loaded"
             if reason:
                 outcome.not_published(reason)
-            elif outcome.publishes:
+            elif not outcome.publishes:
+                outcome.not_published(outcome.unpublished or "not asked for")
+            else:
                 changed = model_state.find_changed(scalars, model_state.read_scalars(model))
                 if self.options.cpu_linear == CpuLinear.SHARED:
                     with outcome.phase("pack"):

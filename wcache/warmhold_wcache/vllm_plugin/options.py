@@ -4,6 +4,7 @@
 The keys that upstream's `ipc_cache` loader knows keep their meaning; the others are warmhold's own.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,15 +42,20 @@ class Options:
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
     launch_key: Mapping[str, str] = field(default_factory=dict)
     report: Path | None = None  # a folder where what happened is written
+    publish: bool = True
     disk_format: str = "auto"  # what reads the checkpoint: one of vLLM's own load formats
     rest: Mapping[str, Any] = field(default_factory=dict)  # for vLLM's own loader
 
 
 def read_options(extra: Mapping[str, Any], load_format: str) -> Options:
     """Given the extra configuration and the load format it came with, return the settings; raise
-    ValueError on a wrong value. Keys that are not known go to vLLM's loader, which refuses its
-    own."""
-    rest = dict(extra)
+    ValueError on a wrong value. Key `file` names a JSON file with more of them, which count less.
+    Keys that are not known go to vLLM's loader, which refuses its own."""
+    rest = _read_file(extra)
+    if "socket_dir" in extra:
+        rest.pop("socket_path", None)
+    rest |= extra
+    rest.pop("file", None)
     # Upstream marks a draft model's load with it; here the model's own identity tells.
     rest.pop("is_draft", None)
     mode = _choice(rest.pop("mode", "zero_copy"), "mode", ("zero_copy", "copy", *Source))
@@ -81,9 +87,20 @@ def read_options(extra: Mapping[str, Any], load_format: str) -> Options:
         segment_bytes=_size(rest, "segment_bytes", DEFAULT_SEGMENT_BYTES),
         launch_key={str(name): str(value) for name, value in launch_key.items()},
         report=Path(str(report)) if report else None,
+        publish=_flag(rest, "publish", True),
         disk_format=str(rest.pop("disk_format", "auto")),
         rest=rest,
     )
+
+
+def _read_file(extra: Mapping[str, Any]) -> dict[str, Any]:
+    if "file" not in extra:
+        return {}
+    try:
+        content = json.loads(Path(str(extra["file"])).read_text(encoding="utf-8"))
+        return dict(content)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"file {extra['file']} holds no settings: {error}") from error
 
 
 def _default_source(load_format: str, fallback: bool) -> str:

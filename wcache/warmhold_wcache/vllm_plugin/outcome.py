@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one load did: told in one line of the log, and in a file where the launcher asks for it."""
 
+import itertools
 import json
 import os
 import tempfile
@@ -8,13 +9,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from warmhold_wcache.generation import Generation
 
-_written = count(1)  # reports of this process
+_NUMBERS = itertools.count(1)
 
 
 @dataclass
@@ -101,14 +101,12 @@ class Outcome:
 
 
 def write_outcome(outcome: Outcome, folder: Path | None) -> None:
-    """Given an outcome and a folder, write it there as `weights-PID.json`, and what this process
-    loads besides (a draft model) as `weights-PID-N.json`; a failure costs no start."""
+    """Given an outcome and a folder, write it there as `weights-PID-N.json`, N counting
+    the models of a process; a failure costs no start."""
     if folder is None:
         return
     with suppress(OSError):
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
         with os.fdopen(handle, "w") as file:
             json.dump(outcome.to_json(), file)
-        number = next(_written)
-        more = f"-{number}" if number > 1 else ""
-        Path(temporary).replace(folder / f"weights-{os.getpid()}{more}.json")
+        Path(temporary).replace(folder / f"weights-{os.getpid()}-{next(_NUMBERS)}.json")

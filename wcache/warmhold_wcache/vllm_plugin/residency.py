@@ -59,9 +59,9 @@ class Residency:
     def quiesce(self) -> None:
         """Unmap every segment and keep its addresses reserved; no tensor may be touched until
         resume(). The lease stays: it is the process's."""
+        self.mapped = False  # first: where only some can be unmapped, resume() maps all again
         for segment, address in zip(self.generation.segments, self.addresses, strict=True):
             segments.unmap_keep_address(address, segment.size_bytes)
-        self.mapped = False
 
     def resume(self) -> None:
         """Fetch the generation again and map it where it was; raise WcacheError where it is

@@ -2,7 +2,9 @@
 """What the engine can ask each of its workers by name, through `collective_rpc`.
 
 Put on vLLM's worker base class by the loader, so that only processes that loaded through it have
-them; `--worker-extension-cls` stays the user's.
+them; `--worker-extension-cls` stays the user's. What a worker cannot do it answers, as `error`, and
+does not raise: of several workers vLLM reads no answer behind the first that failed, and would take
+those for answers to its next call.
 """
 
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
+from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.vllm_plugin import residency
 
 # vLLM's ways to change weights in place. They write into the tensors, which are read-only where
@@ -66,13 +69,23 @@ def _state(worker: Any) -> dict[str, Any]:
 
 def _quiesce(worker: Any) -> dict[str, Any]:
     """Unmap all weights and keep their addresses. The caller sees to it that no request runs."""
-    for resident in residency.RESIDENT:
-        resident.quiesce()
-    return _state(worker)
+    return _try_all(worker, residency.Residency.quiesce)
 
 
 def _resume(worker: Any) -> dict[str, Any]:
     """Map all weights again, where they were."""
-    for resident in residency.RESIDENT:
-        resident.resume()
+    return _try_all(worker, residency.Residency.resume)
+
+
+def _try_all(worker: Any, act: Callable[[residency.Residency], None]) -> dict[str, Any]:
+    """Do it to every generation; return the state, with `error` (code, detail, remedy) where one
+    failed."""
+    try:
+        for resident in residency.RESIDENT:
+            act(resident)
+    except (WcacheError, OSError) as error:
+        known = (
+            error if isinstance(error, WcacheError) else WcacheError("wcache.refused", str(error))
+        )
+        return {**_state(worker), "error": known.to_json()}
     return _state(worker)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exact process that a start runs: the engine's argv and its environment."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from . import weights
+from .budget import choose_threads
+from .conf import CONTROL_SOCKET
+from .facts import Facts
+from .settings import Settings
+
+
+def build_engine_argv(settings: Settings, facts: Facts, kv_bytes: int | None) -> tuple[str, ...]:
+    """Return the engine's argv: the user's own, byte-exact, then what is missing in it.
+
+    The model's directory replaces `--model`; a single `--api-key` goes by the environment instead.
+    """
+    settings = weights.without_loader(settings)
+    user = settings.arguments.without("--model").without("--revision")
+    if len(settings.api_keys) == 1:
+        user = user.without("--api-key")
+    argv = ["vllm", "serve", facts.model.directory or settings.model, *user.argv]
+    added = {
+        "--served-model-name": settings.model,
+        "--shutdown-timeout": str(settings.env.drain_s),
+        "--disable-access-log-for-endpoints": "/health,/metrics",
+    }
+    if kv_bytes is not None:
+        added["--kv-cache-memory-bytes"] = str(kv_bytes)
+    for option, value in added.items():
+        if not user.has(option):
+            argv += [option, value]
+    return tuple(argv)
+
+
+def build_fetch_argv(settings: Settings) -> tuple[str, ...]:
+    """Return the command that downloads the model into the cache, with progress."""
+    revision = settings.arguments.value("--revision")
+    chosen = ("--revision", revision) if revision else ()
+    cache = str(settings.env.models_dir / "hub")
+    return ("hf", "download", settings.model, *chosen, "--cache-dir", cache)
+
+
+def build_engine_environment(settings: Settings, facts: Facts) -> dict[str, str]:
+    """Return what is set in the engine's environment; a variable that the user set is kept.
+
+    All caches lie in one folder of the state volume. Engines speak to themselves over loopback
+    only, so that nothing in them is bound to this container's address.
+    """
+    cache = Path(facts.cache_dir)
+    environment = {
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "FLASHINFER_WORKSPACE_BASE": str(cache / "flashinfer"),
+        "XDG_CACHE_HOME": str(cache / "xdg"),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "MAX_JOBS": str(facts.cpus),
+        "HF_HOME": str(settings.env.models_dir),
+    }
+    if facts.model.directory is not None:
+        environment["HF_HUB_OFFLINE"] = "1"
+    if facts.device.startswith("cpu"):
+        # vLLM 0.32 saves ahead-of-time artifacts on a CPU and then fails to load them ("'function'
+        # object has no attribute 'finalize_loading'"): every start would compile again. Without
+        # them Inductor's own cache is used, and the second start compiles nothing.
+        environment["VLLM_USE_AOT_COMPILE"] = "0"
+    if facts.cpu_quota is not None and facts.cpu_quota < facts.cpu_affinity:
+        # Upstream binds a thread to every core of the affinity mask and knows no quota.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        environment["OMP_NUM_THREADS"] = str(choose_threads(settings, facts))
+    environment = {
+        name: value for name, value in environment.items() if name not in settings.environ
+    }
+    # A list of plug-ins is a filter: without ours in it there is no loader.
+    chosen = settings.environ.get("VLLM_PLUGINS")
+    plugins = [*(facts.plugins if chosen is None else chosen.split(","))]
+    environment["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*plugins, weights.PLUGIN]))
+    environment["WARMHOLD_CONTROL_SOCKET"] = str(settings.env.run_dir / CONTROL_SOCKET)
+    if settings.env.engine_uid:
+        environment |= {"HOME": str(cache / "home"), "USER": "warmhold", "LOGNAME": "warmhold"}
+    return environment
+
+
+def inherit_environment(settings: Settings, added: Mapping[str, str]) -> dict[str, str]:
+    """Given settings and what the plan adds, return the whole environment of an engine."""
+    environment = {**settings.environ, **added}
+    if len(settings.api_keys) == 1:
+        environment["VLLM_API_KEY"] = settings.api_keys[0]
+    return environment
