@@ -9,6 +9,7 @@ when every rank's weights are resident, else with 1 and the reason.
 """
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,9 @@ def load(argv: Sequence[str], folder: Path) -> int:
 
     Raise WcacheError where there is no such load, and whatever vLLM raises.
     """
+    # On a CPU vLLM binds each worker to a NUMA node of its own, and ends where there are too few.
+    # Nothing is computed here, and an engine that runs has the same nodes.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor import Executor
 
