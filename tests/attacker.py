@@ -15,7 +15,7 @@ from vault_process import close_all, connect
 from warmhold_wcache import segments
 from warmhold_wcache.protocol import encode, send_some
 
-VERBS = ["hello", "publish", "fetch", "lease", "release", "stat", "drop", "fds", "next"]
+VERBS = ["hello", "publish", "fetch", "lease", "release", "stat", "drop", "watch", "fds", "next"]
 STORE_VERBS = ["put", "take", "list", "drop", "fds", "next"]
 FIELDS = ["total", "key", "id", "force", "name", "fds", "count", "ok"]
 ODD: list[Any] = [

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vault in a thread of the test's own process, and small generations to put into it."""
 
+import contextlib
 import gc
+import io
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from warmhold_wcache import segments
+import pytest
+from warmhold_wcache import cli, segments
 from warmhold_wcache.generation import Generation, Segment, Tensor
 from warmhold_wcache.log import Log
 from warmhold_wcache.server import listen
@@ -91,17 +95,33 @@ class Loop:
 
 @contextmanager
 def running_vault(
-    folder: Path, store: Path | None = None, limit_s: float = 5.0
+    folder: Path, store: Path | None = None, limit_s: float = 5.0, log_level: str = "error"
 ) -> Iterator[tuple[Path, Vault]]:
     """A vault that serves at a path; everything it held is closed afterwards."""
     path = folder / "vault.sock"
     listener = listen(path)
-    vault = Vault(listener, None if store is None else FdStoreClient(store), Log("error"), limit_s)
+    kept = None if store is None else FdStoreClient(store)
+    vault = Vault(listener, kept, Log(log_level), limit_s)
     vault.recover()
     with Loop(vault.server):
         yield path, vault
     vault.server.close()
     vault.close()
+
+
+def command(path: Path, *arguments: str) -> tuple[int, str]:
+    """Run `wcache` in this process; return its exit code and what it wrote."""
+    written = io.StringIO()
+    argv = ["wcache", "--socket", str(path), "--timeout", "1", *arguments]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(written),
+        contextlib.redirect_stderr(written),
+        pytest.raises(SystemExit) as caught,
+    ):
+        patch.setattr(sys, "argv", argv)
+        cli.main()
+    return int(caught.value.code or 0), written.getvalue()
 
 
 def connect(path: Path) -> socket.socket:

@@ -17,7 +17,7 @@ from typing import NoReturn
 from .errors import EntrypointError, Exit, Fault
 from .log import configure_logging
 
-COMMANDS = ("boot", "plan", "settings", "engine", "healthcheck", "status", "metrics")
+COMMANDS = ("boot", "plan", "settings", "engine", "preload", "healthcheck", "status", "metrics")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 

@@ -81,6 +81,18 @@ def engine() -> None:
     run()
 
 
+@cli.command(context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def preload(arguments: tuple[str, ...]) -> None:
+    """Load weights into the vault and end: [MODEL] [ENGINE ARGUMENTS], by default the container's.
+
+    Whether an engine runs meanwhile does not matter.
+    """
+    from .preload import run_preload
+
+    run_preload(arguments)
+
+
 @cli.command()
 @click.option("--live", is_flag=True, help="Only whether the supervision is alive.")
 def healthcheck(live: bool) -> None:

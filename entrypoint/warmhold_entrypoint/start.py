@@ -4,9 +4,10 @@
 Also owns the command's copy in the run directory, from which the runner learns it.
 """
 
+import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from . import weights
@@ -24,16 +25,25 @@ COMMAND_FILE = "command.json"
 _log = Log("plan")
 
 
-def make_plan(command: Sequence[str]) -> tuple[Settings, Plan, list[Fault], list[str]]:
-    """Given the container's command, return settings, plan, all faults together, and the notes."""
+def make_plan(
+    command: Sequence[str], tolerated: Collection[str] = ()
+) -> tuple[Settings, Plan, list[Fault], list[str]]:
+    """Given the container's command, return settings, plan, all faults together, and the notes.
+
+    What is found with a code among `tolerated` is no fault.
+    """
     settings, faults, notes = read_settings(os.environ, command)
-    plan = decide(settings, read_facts(settings))
+    facts = read_facts(settings)
+    kept = tuple(fault for fault in facts.faults if fault.code not in tolerated)
+    plan = decide(settings, dataclasses.replace(facts, faults=kept))
     return settings, plan, [*faults, *check_paths(settings), *plan.faults], notes
 
 
-def make_sound_plan(command: Sequence[str]) -> tuple[Settings, Plan]:
-    """Given the command, return settings and plan; raise EntrypointError for any fault."""
-    settings, plan, faults, notes = make_plan(command)
+def make_sound_plan(
+    command: Sequence[str], tolerated: Collection[str] = ()
+) -> tuple[Settings, Plan]:
+    """Given the same, return settings and plan; raise EntrypointError for any fault."""
+    settings, plan, faults, notes = make_plan(command, tolerated)
     for note in notes:
         _log.warning("unknown setting", detail=note)
     if faults:

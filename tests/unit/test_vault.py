@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vault and PID 1's fd store with real sockets and real memfds, in this process."""
 
-import contextlib
 import dataclasses
 import http.client
-import io
 import json
 import os
 import signal
@@ -17,10 +15,18 @@ from pathlib import Path
 
 import pytest
 from stack import ROOT, eventually
-from vault_process import SIZE, Loop, close_all, connect, make_generation, open_fds, running_vault
+from vault_process import (
+    SIZE,
+    Loop,
+    close_all,
+    command,
+    connect,
+    make_generation,
+    open_fds,
+    running_vault,
+)
 from warmhold_entrypoint import fdstore, tree
 from warmhold_entrypoint.fdstore import FdStore
-from warmhold_wcache import cli
 from warmhold_wcache import vault as vault_module
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import MissError, WcacheError
@@ -317,21 +323,6 @@ def test_health_over_http_follows_the_vault(tmp_path: Path) -> None:
 
 
 # The commands
-
-
-def command(path: Path, *arguments: str) -> tuple[int, str]:
-    """Run `wcache` in this process; return its exit code and what it wrote."""
-    written = io.StringIO()
-    argv = ["wcache", "--socket", str(path), "--timeout", "1", *arguments]
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(written),
-        contextlib.redirect_stderr(written),
-        pytest.raises(SystemExit) as caught,
-    ):
-        patch.setattr(sys, "argv", argv)
-        cli.main()
-    return int(caught.value.code or 0), written.getvalue()
 
 
 def test_commands_tell_by_their_exit_code(tmp_path: Path) -> None:

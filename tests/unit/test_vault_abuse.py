@@ -229,6 +229,32 @@ def test_an_answer_must_be_read(tmp_path: Path) -> None:
         deaf.close()
 
 
+def test_a_watcher_that_never_reads_costs_little_and_delays_nobody(vault: VaultProcess) -> None:
+    with VaultClient(vault.path, timeout_s=20, wait_s=20) as client:
+        publish(client)
+        (row,) = client.stat()
+        client.release(row["id"])
+        before, memory = vault.fds(), vault.rss_kib()
+        deaf = [connect(vault.path) for _ in range(20)]
+        for sock in deaf:
+            sock.sendall(encode({"verb": "watch"}))
+        events = client.watch()
+        assert next(events) == {"ok": True, "event": "resident", "ids": [row["id"]]}
+        for _ in range(2_000):
+            client.lease(row["id"])
+            client.release(row["id"])
+            assert [next(events)["event"], next(events)["event"]] == ["leased", "released"]
+        # The kernel keeps a few hundred frames for each, the vault a few hundred more.
+        assert client.hello()["clients"] == 2
+        assert vault.rss_kib() - memory < GROWTH_KIB
+        for sock in deaf:
+            while sock.recv(1 << 20):
+                pass
+            sock.close()
+        events.close()
+        eventually(lambda: vault.fds() == before, f"{before} descriptors")
+
+
 STEPS = range(8)
 
 

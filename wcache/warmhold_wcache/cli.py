@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
+from .checkpoint import check_checkpoint, make_reader
 from .client import DEFAULT_SOCKET, VaultClient
 from .errors import UnreachableError, WcacheError
 from .verify import check_resident
@@ -56,6 +57,20 @@ def status(given: tuple[Path, float], as_json: bool) -> None:
     click.echo(json.dumps(rows, indent=2) if as_json else render(rows))
 
 
+@cli.command(context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def preload(arguments: tuple[str, ...]) -> None:
+    """Load weights into the vault and end: [MODEL] [ENGINE ARGUMENTS], by default the container's.
+
+    The engine's arguments decide how weights are laid out; `warmhold` knows them.
+    """
+    try:
+        os.execvp("warmhold", ["warmhold", "preload", *arguments])  # noqa: S606 - becomes it
+    except OSError as error:
+        detail = f"the program `warmhold` cannot be run: {error.strerror}"
+        raise WcacheError("wcache.unsupported", detail, "run it in the image") from error
+
+
 @cli.command()
 @click.argument("generation_id")
 @click.option("--force", is_flag=True, help="Also while an engine holds it.")
@@ -65,6 +80,17 @@ def drop(given: tuple[Path, float], generation_id: str, force: bool) -> None:
     with VaultClient(*given) as client:
         client.drop(generation_id, force)
     click.echo(f"dropped {generation_id}")
+
+
+@cli.command()
+@click.pass_obj
+def watch(given: tuple[Path, float]) -> None:
+    """Print what is resident, then a line for each change, until Ctrl-C."""
+    for event in VaultClient(*given).watch():
+        if event["event"] == "resident":
+            click.echo(" ".join(["resident", *event["ids"]]))
+        else:
+            click.echo(f"{event['event']} {event['id']} pid={event['pid']}")
 
 
 @cli.command()
@@ -84,21 +110,40 @@ def health(given: tuple[Path, float], port: int | None) -> None:
 @cli.command()
 @click.argument("generation_id", required=False)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--resident-only", is_flag=True, help="Do not read the checkpoint on disk.")
 @click.pass_obj
-def verify(given: tuple[Path, float], generation_id: str | None, as_json: bool) -> None:
-    """Compare resident bytes with the checksums of their publishing."""
+def verify(
+    given: tuple[Path, float], generation_id: str | None, as_json: bool, resident_only: bool
+) -> None:
+    """Compare resident bytes with the checksums of their publishing, and the checkpoint on disk
+    with what was published."""
+    read_digest = make_reader(_show_progress if sys.stderr.isatty() else None)
     with VaultClient(*given) as client:
         rows = [row for row in client.stat() if generation_id in (None, row["id"])]
         if generation_id is not None and not rows:
             detail = f"generation {generation_id} is not resident"
             raise WcacheError("wcache.absent", detail, "see `wcache status`")
+        # What may be unsupported here comes first.
+        found = [None if resident_only else check_checkpoint(row, read_digest) for row in rows]
         reports = [check_resident(client, row) for row in rows]
+    pairs = list(zip(reports, found, strict=True))
     if as_json:
-        click.echo(json.dumps([report.to_json() for report in reports], indent=2))
+        values = [
+            {**report.to_json(), "checkpoint": finding and finding.to_json()}
+            for report, finding in pairs
+        ]
+        click.echo(json.dumps(values, indent=2))
     else:
-        for report in reports:
-            click.echo(report.line())
-    sys.exit(0 if all(report.sound for report in reports) else _FAILED)
+        for report, finding in pairs:
+            click.echo(f"{report.line()}; {finding.line()}" if finding else report.line())
+    failed = any(not report.sound or (finding and finding.failed) for report, finding in pairs)
+    sys.exit(_FAILED if failed else 0)
+
+
+def _show_progress(done_bytes: int, total_bytes: int) -> None:
+    """Say on one line of the terminal how much of a checkpoint was read; at the end, wipe it."""
+    text = f"reading the checkpoint: {100 * done_bytes // total_bytes} %"
+    click.echo(f"\r{text if done_bytes < total_bytes else ' ' * len(text)}\r", err=True, nl=False)
 
 
 def render(rows: list[dict[str, Any]]) -> str:

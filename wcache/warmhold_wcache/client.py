@@ -6,7 +6,7 @@ the connection, so a client must not be shared across a fork.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -31,6 +31,8 @@ class VaultClient:
         self, socket_path: Path = DEFAULT_SOCKET, timeout_s: float = 5.0, wait_s: float = 0.0
     ) -> None:
         self._connection = Connection(socket_path, timeout_s)
+        self._socket_path = socket_path
+        self._timeout_s = timeout_s
         self._wait_s = wait_s
 
     def __enter__(self) -> "VaultClient":
@@ -106,6 +108,15 @@ class VaultClient:
     def drop(self, generation_id: str, force: bool = False) -> None:
         """Give up a generation; raise WcacheError where a process holds it, unless forced."""
         self._ask({"verb": "drop", "id": generation_id, "force": force})
+
+    def watch(self) -> Iterator[dict[str, Any]]:
+        """Yield what is resident (`event` "resident", `ids`), then each change: `event`
+        ("published", "dropped", "leased" or "released"), `id`, and `pid` (0: the vault itself).
+
+        Begins when the first is asked for, on a connection of its own, and waits for each without a
+        limit. Raise UnreachableError where the vault is gone, or dropped us for reading too slowly.
+        """
+        return Connection(self._socket_path, self._timeout_s).listen({"verb": "watch"})
 
     def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return self._call(lambda: self._connection.ask(body)).body

@@ -7,7 +7,7 @@ one, within the same limit: every verb may be repeated.
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,6 +119,26 @@ class Connection:
             bag.close()
             raise
         return head, bag
+
+    def listen(self, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Given a request, yield its answer and then every frame that follows, however late. The
+        connection ends with the iterator.
+
+        Raise UnreachableError when the other side ends it: it stopped, or too much was not read.
+        """
+        try:
+            yield self.call(lambda: self.ask(request)).body
+            assert self._socket is not None
+            self._socket.settimeout(None)  # nothing may happen for days
+            while True:
+                frame = self._reader.read(self._socket)
+                if frame is not None:
+                    yield frame.body
+        except (ClosedError, ConnectionError) as error:
+            detail = f"{self._path}: the other side ended the connection"
+            raise UnreachableError("wcache.dead-socket", detail) from error
+        finally:
+            self.close()
 
     def _connect(self, wait_s: float) -> None:
         """Connect unless connected; wait for a socket to be there or served up to `wait_s`."""

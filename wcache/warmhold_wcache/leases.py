@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who holds which generation. A lease ends when it is released or its process has ended.
 
-Each lease is a pidfd, so a later process with the same PID is never taken for the holder.
+Each lease is a pidfd, so a later process with the same PID is never taken for the holder. The fd
+store has duplicates; a lease that it does not keep ends with the vault, and that is all.
 """
 
 import os
 import select
 from collections.abc import Callable
+
+from .errors import WcacheError
+from .log import Log
+from .store import FdStoreClient
 
 
 def has_ended(pidfd: int) -> bool:
@@ -17,21 +22,38 @@ def has_ended(pidfd: int) -> bool:
 
 
 class Leases:
-    """Owns the pidfds; tells by callbacks which descriptors to watch and which leases end."""
+    """Owns the pidfds, also in the store; tells by callbacks which descriptors to watch, and which
+    lease has begun ("leased") or ended ("released")."""
 
     def __init__(
         self,
         watch: Callable[[int, Callable[[], None]], None],
         forget: Callable[[int], None],
-        on_end: Callable[[str, int], None],
+        on_change: Callable[[str, str, int], None],
+        store: FdStoreClient | None,
+        log: Log,
     ) -> None:
         self._watch = watch
         self._forget = forget
-        self._on_end = on_end
+        self._on_change = on_change
+        self._store = store
+        self._log = log
         self._pidfds: dict[tuple[str, int], int] = {}
 
-    def add(self, generation_id: str, pid: int, pidfd: int) -> bool:
+    def begin(self, generation_id: str, pid: int, pidfd: int) -> bool:
         """Given a holder and its pidfd (ours from now on), begin a lease; tell if it is new."""
+        if not self.add(generation_id, pid, pidfd):
+            return False
+        if self._store is not None:
+            try:
+                self._store.put(f"lease.{generation_id}.{pid}", [pidfd])
+            except WcacheError as error:
+                self._log.warning("lease is not kept by the store", pid=pid, detail=error.detail)
+        self._on_change("leased", generation_id, pid)
+        return True
+
+    def add(self, generation_id: str, pid: int, pidfd: int) -> bool:
+        """Go on with a lease that the store kept, as `begin` would begin it."""
         held = self._pidfds.get((generation_id, pid))
         if held is not None:
             if not has_ended(held):
@@ -49,7 +71,12 @@ class Leases:
             return False
         self._forget(pidfd)
         os.close(pidfd)
-        self._on_end(generation_id, pid)
+        if self._store is not None:
+            try:
+                self._store.drop(f"lease.{generation_id}.{pid}")
+            except WcacheError as error:
+                self._log.warning("lease stays in the store", pid=pid, detail=error.detail)
+        self._on_change("released", generation_id, pid)
         return True
 
     def end_all(self, generation_id: str) -> None:

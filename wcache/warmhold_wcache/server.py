@@ -3,6 +3,7 @@
 
 Every socket is non-blocking; a message that has begun, a transfer in progress and an answer that is
 not read each have a time limit; with too many clients connected the one silent for longest goes.
+A client that listens gets frames it did not ask for, and may ask for nothing more.
 The vault and PID 1's fd store are services of it. Nothing that a client does raises out of `step`.
 """
 
@@ -33,6 +34,7 @@ from .protocol import (
 _BACKLOG = 512
 _ACCEPTS = 16
 _PAUSE_S = 0.2
+_MAX_UNREAD_BYTES = 64 << 10  # of a listener, beyond what the kernel keeps for it
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Client:
     out: memoryview = field(default_factory=lambda: memoryview(b""))
     out_fds: Sequence[int] = ()
     deadline: float | None = None
+    listens: bool = False  # set by the service
 
 
 def listen(path: Path, uid: int | None = None) -> socket.socket:
@@ -127,6 +130,21 @@ class Server:
     def clients(self) -> int:
         """How many clients are connected."""
         return len(self._clients)
+
+    def broadcast(self, body: dict[str, Any]) -> None:
+        """Given a frame, send it to every client that listens, and wait for none: one that lets too
+        much pile up, or does not read within the time limit, is dropped."""
+        listeners = [client for client in self._clients.values() if client.listens]
+        frame = encode(body) if listeners else b""
+        for client in listeners:
+            if len(client.out) + len(frame) > _MAX_UNREAD_BYTES:
+                self._drop(client)
+                continue
+            if not client.out:
+                client.deadline = time.monotonic() + self._limit_s
+                self._selector.modify(client.sock, selectors.EVENT_WRITE, client)
+            client.out = memoryview(bytes(client.out) + frame)
+            self._serve(client)
 
     def step(self, timeout_s: float | None = None) -> None:
         """Wait for the next event, at most that long, and do what it asks for."""
@@ -213,6 +231,8 @@ class Server:
             if client.deadline is None:
                 client.deadline = now + self._limit_s
             return
+        if client.listens:
+            raise malformed("a client that listens has nothing more to say")
         client.want_fds = 0
         try:
             reply = self._advance(client, frame)
@@ -245,7 +265,7 @@ class Server:
         sent = send_some(client.sock, client.out, client.out_fds)
         client.out, client.out_fds = client.out[sent:], ()
         if not client.out:
-            busy = client.transfer is not None
+            busy = client.transfer is not None or client.reader.is_amid
             client.deadline = time.monotonic() + self._limit_s if busy else None
             self._selector.modify(client.sock, selectors.EVENT_READ, client)
 
@@ -266,7 +286,9 @@ class Server:
         return bool(candidates)
 
     def _drop(self, client: Client) -> None:
-        del self._clients[client.sock.fileno()]
+        # What ends with one client may be told to others, and end them too.
+        if self._clients.pop(client.sock.fileno(), None) is None:
+            return
         self._selector.unregister(client.sock)
         client.reader.close()
         self._end_transfer(client)

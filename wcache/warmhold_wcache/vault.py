@@ -11,32 +11,19 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from .errors import MissError, WcacheError, malformed
-from .generation import Generation, differences, key_id, read_description
+from .errors import WcacheError, malformed
+from .generation import Generation, key_id
 from .leases import Leases
 from .log import Log
 from .protocol import MAX_FDS, VERSION, FdBag, Peer, open_peer_pidfd
-from .segments import check_description, check_segments
-from .server import Answer, Client, LentFds, Server, Transfer, give_fds, take_fds
+from .residents import Resident, Residents, read_generation
+from .server import Answer, Client, Server, Transfer, give_fds, take_fds
 from .store import FdStoreClient
 
 MAX_GENERATIONS = 256
 _SHOWN = 200
-
-
-@dataclass
-class Resident:
-    """What the vault keeps of a generation: its keys and size, and the descriptors."""
-
-    key: dict[str, str]
-    launch_key: dict[str, str]
-    model: str
-    size_bytes: int
-    lent: LentFds  # the description, then the segments
-    last_use: float
 
 
 class Vault:
@@ -51,9 +38,9 @@ class Vault:
     ) -> None:
         self._store = store
         self._log = log
-        self._residents: dict[str, Resident] = {}
+        self._residents = Residents()
         self.server = Server(listener, self, limit_s=limit_s)
-        self._leases = Leases(self.server.watch, self.server.forget, self._forget_lease)
+        self._leases = Leases(self.server.watch, self.server.forget, self._tell, store, log)
         self._verbs: dict[str, Callable[[Client, dict[str, Any]], Answer | Transfer]] = {
             "hello": self._hello,
             "publish": self._publish,
@@ -62,6 +49,7 @@ class Vault:
             "release": self._release,
             "stat": self._stat,
             "drop": self._drop,
+            "watch": self._watch,
         }
 
     def admits(self, sock: socket.socket, peer: Peer) -> bool:
@@ -92,7 +80,7 @@ class Vault:
             with self._store.take(entry.name) as bag:
                 try:
                     if kind == "generation":
-                        self._keep(read_whole(bag), bag, entry.put_at)
+                        self._residents.keep(read_generation(bag), bag, entry.put_at)
                     else:
                         self._recover_lease(rest, bag, entry.put_at)
                 except WcacheError as error:
@@ -103,9 +91,7 @@ class Vault:
     def close(self) -> None:
         """Close every descriptor that is not the server's. The store keeps its duplicates."""
         self._leases.close()
-        for resident in self._residents.values():
-            resident.lent.give_up()
-        self._residents.clear()
+        self._residents.close()
 
     def _recover_lease(self, name: str, bag: FdBag, put_at: float) -> None:
         generation_id, _, pid = name.partition(".")
@@ -129,13 +115,14 @@ class Vault:
             raise malformed("a generation has a description and 1 to 4096 segments")
         with FdBag() as bag:
             yield from take_fds(total, bag)
-            generation = read_whole(bag)
+            generation = read_generation(bag)
             new = generation.id not in self._residents
             if new and len(self._residents) >= MAX_GENERATIONS:
                 raise WcacheError("wcache.too-large", f"{MAX_GENERATIONS} generations are resident")
             if self._store is not None:
                 self._store.put(f"generation.{generation.id}", bag.fds)
-            self._keep(generation, bag, time.time())
+            self._residents.keep(generation, bag, time.time())
+        self._tell("published", generation.id, client.peer.pid)
         self._begin_lease(client, generation.id)
         self._log.info(
             "generation published",
@@ -145,30 +132,17 @@ class Vault:
             segments=len(generation.segments),
             pid=client.peer.pid,
         )
+        self._drop_superseded(generation)
         return {"ok": True, "id": generation.id}
-
-    def _keep(self, generation: Generation, bag: FdBag, now: float) -> None:
-        """Make a generation visible, in place of one with the same key."""
-        earlier = self._residents.get(generation.id)
-        self._residents[generation.id] = Resident(
-            key=generation.key,
-            launch_key=generation.launch_key,
-            model=generation.model,
-            size_bytes=generation.size_bytes,
-            lent=LentFds(bag.take()),
-            last_use=now,
-        )
-        if earlier is not None:
-            earlier.lent.give_up()
 
     def _fetch(self, client: Client, body: dict[str, Any]) -> Transfer:
         key = body.get("key")
         if not isinstance(key, dict) or any(type(value) is not str for value in key.values()):
             raise malformed("a key is an object of texts")
-        resident = self._residents.get(key_id(key))
-        if resident is None:
-            raise self._miss(key)
         generation_id = key_id(key)
+        if generation_id not in self._residents:
+            raise self._residents.explain_miss(key)
+        resident = self._residents[generation_id]
         new = self._begin_lease(client, generation_id)
         resident.last_use = time.time()
         try:
@@ -179,16 +153,6 @@ class Vault:
             if new:
                 self._leases.end(generation_id, client.peer.pid)
             raise
-
-    def _miss(self, key: dict[str, str]) -> MissError:
-        """Given a key that is not resident, say what differs from the nearest that is."""
-        if not self._residents:
-            return MissError("wcache.absent", "no generation is resident", {})
-        nearest = min(
-            (differences(resident.key, key) for resident in self._residents.values()), key=len
-        )
-        shown = {name: (old[:_SHOWN], new[:_SHOWN]) for name, (old, new) in nearest.items()}
-        return MissError("wcache.key-mismatch", ", ".join(shown), shown)
 
     def _lease(self, client: Client, body: dict[str, Any]) -> Answer:
         generation_id = self._known(body)
@@ -201,19 +165,9 @@ class Vault:
         return {"ok": True}
 
     def _stat(self, client: Client, body: dict[str, Any]) -> Answer:
-        rows = [
-            {
-                "id": generation_id,
-                "model": resident.model,
-                "key": resident.key,
-                "launch_key": resident.launch_key,
-                "bytes": resident.size_bytes,
-                "segments": len(resident.lent.fds) - 1,
-                "last_use": resident.last_use,
-                "holders": self._leases.holders(generation_id),
-            }
-            for generation_id, resident in sorted(self._residents.items())
-        ]
+        rows = self._residents.rows()
+        for row in rows:
+            row["holders"] = self._leases.holders(row["id"])
         return {"ok": True, "generations": rows}
 
     def _drop(self, client: Client, body: dict[str, Any]) -> Answer:
@@ -225,12 +179,44 @@ class Vault:
                 f"generation {generation_id} is held by PID {', '.join(map(str, holders))}",
                 "stop the engine, or drop with --force (a running engine keeps its memory)",
             )
+        self._give_up(generation_id, client.peer.pid)
+        self._log.info("generation dropped", id=generation_id, pid=client.peer.pid)
+        return {"ok": True}
+
+    def _drop_superseded(self, generation: Generation) -> None:
+        """Give up what a publish made obsolete. What a process holds waits for the next such one.
+
+        Whoever maps a generation holds it, from before its first mapping until its process ends.
+        """
+        for generation_id in self._residents.find_superseded(generation):
+            if self._leases.holders(generation_id):
+                continue
+            try:
+                resident = self._give_up(generation_id, 0)
+            except WcacheError as error:  # the publish itself is done
+                self._log.warning(
+                    "superseded generation stays", id=generation_id, detail=error.detail
+                )
+                continue
+            self._log.info(
+                "superseded generation dropped",
+                id=generation_id,
+                by=generation.id,
+                bytes=resident.size_bytes,
+            )
+
+    def _give_up(self, generation_id: str, pid: int) -> Resident:
+        """Drop a generation, first in the store: what it keeps would come back with a restart."""
         if self._store is not None:
             self._store.drop(f"generation.{generation_id}")
         self._leases.end_all(generation_id)
-        self._residents.pop(generation_id).lent.give_up()
-        self._log.info("generation dropped", id=generation_id, pid=client.peer.pid)
-        return {"ok": True}
+        resident = self._residents.give_up(generation_id)
+        self._tell("dropped", generation_id, pid)
+        return resident
+
+    def _watch(self, client: Client, body: dict[str, Any]) -> Answer:
+        client.listens = True
+        return {"ok": True, "event": "resident", "ids": list(self._residents)}
 
     def _known(self, body: dict[str, Any]) -> str:
         generation_id = str(body.get("id"))
@@ -240,7 +226,7 @@ class Vault:
         return generation_id
 
     def _begin_lease(self, client: Client, generation_id: str) -> bool:
-        """Begin the client's lease, also in the store; tell whether it is a new one."""
+        """Begin the lease of the client's process; tell whether it is a new one."""
         pid = client.peer.pid
         try:
             pidfd = open_peer_pidfd(client.sock, client.peer)
@@ -248,29 +234,8 @@ class Vault:
             raise WcacheError(
                 "wcache.refused", f"PID {pid} cannot hold a lease: {error}"
             ) from error
-        if not self._leases.add(generation_id, pid, pidfd):
-            return False
-        if self._store is not None:
-            try:
-                self._store.put(f"lease.{generation_id}.{pid}", [pidfd])
-            except WcacheError as error:
-                self._log.warning("lease is not kept by the store", pid=pid, detail=error.detail)
-        return True
+        return self._leases.begin(generation_id, pid, pidfd)
 
-    def _forget_lease(self, generation_id: str, pid: int) -> None:
-        if self._store is not None:
-            try:
-                self._store.drop(f"lease.{generation_id}.{pid}")
-            except WcacheError as error:
-                self._log.warning("lease stays in the store", pid=pid, detail=error.detail)
-
-
-def read_whole(bag: FdBag) -> Generation:
-    """Given a description and segments, return the generation; raise WcacheError unless sound."""
-    if not bag.fds:
-        raise malformed("no description")
-    description, *segments = bag.fds
-    check_description(description)
-    generation = read_description(description)
-    check_segments(generation, segments)
-    return generation
+    def _tell(self, event: str, generation_id: str, pid: int) -> None:
+        """Tell all who watch of a change, and whose process made it (0: the vault itself)."""
+        self.server.broadcast({"ok": True, "event": event, "id": generation_id, "pid": pid})

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import WcacheError
-from warmhold_wcache.generation import Generation
+from warmhold_wcache.generation import Generation, key_id
 from warmhold_wcache.vllm_plugin import model_state, residency
 from warmhold_wcache.vllm_plugin.cpu_linear import list_packed
 from warmhold_wcache.vllm_plugin.options import Options
@@ -38,6 +38,7 @@ def publish(
         outcome.not_published(str(error), warn=True)
         return
     if resident:
+        outcome.generation = key_id(key)
         outcome.not_published("these weights are in the vault already")
         return
     _retie(model, model_config)
