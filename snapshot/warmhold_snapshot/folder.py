@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that several programs use at once: a lock on one, and changes in one step."""
+
+import ctypes
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import SnapshotError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+ALONE, TOGETHER = fcntl.LOCK_EX, fcntl.LOCK_SH
+
+
+@contextmanager
+def locked(folder: Path, kind: int) -> Iterator[None]:
+    """Given a folder, hold it `ALONE` or `TOGETHER` with others that do; raise SnapshotError
+    `snapshot.busy` where somebody is in the way."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            detail = f"{folder.name} is being made or restored"
+            raise SnapshotError("snapshot.busy", detail, "try again when that has ended") from error
+        yield
+    finally:
+        os.close(handle)
+
+
+def sync(path: Path) -> None:
+    """Given a file or folder, bring it to the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two paths change places in one step. Source: renameat2(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    paths = (os.fsencode(one), os.fsencode(other))
+    if libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
