@@ -19,6 +19,7 @@ GHOST_LIMIT_BYTES = 256 << 20
 WEIGHT_MEMFDS = ("weights", "warmhold")
 SOCKET = re.compile(r"socket:\[(\d+)\]")
 _ANONYMOUS = re.compile(r"anon_inode:\[?([\w:-]+)\]?")
+MAPPED, PROCESS = -1, -2  # in place of a descriptor's number
 _ANONYMOUS_KINDS = {
     "io_uring": "io_uring",
     "inotify": "inotify",
@@ -34,7 +35,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 
 @dataclass(frozen=True)
 class Offender:
-    """One thing in the way; `fd` is -1 for a mapping."""
+    """One thing in the way; `fd` is `MAPPED` or `PROCESS` for what is none."""
 
     pid: int
     fd: int
@@ -43,8 +44,8 @@ class Offender:
 
     def line(self) -> str:
         """Return it as one line."""
-        where = "mapped" if self.fd < 0 else f"fd {self.fd}"
-        return f"pid {self.pid} {where}: {self.kind}: {self.detail}"
+        where = {MAPPED: " mapped", PROCESS: ""}.get(self.fd, f" fd {self.fd}")
+        return f"pid {self.pid}{where}: {self.kind}: {self.detail}"
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from . import fds
 from .errors import SnapshotError
 from .fds import FileStatus, Held
 from .pids import PROC, Process, read_tree
-from .rules import GHOST_LIMIT_BYTES, SOCKET, Offender, Rules
+from .rules import GHOST_LIMIT_BYTES, MAPPED, PROCESS, SOCKET, Offender, Rules
 from .sockets import LISTEN, Sockets, read_sockets
 
 _STDIO = (1, 2)
@@ -64,7 +64,8 @@ def scan(root_pid: int, ghost_limit_bytes: int = GHOST_LIMIT_BYTES, proc: Path =
         if (inode := fds.pipe_inode(item.link)) is not None
     }
     outside = fds.find_pipe_holders(pipes, [process.pid for process in tree], proc)
-    return judge(tree, held, read_sockets(root_pid, proc), outside, ghost_limit_bytes)
+    found = judge(tree, held, read_sockets(root_pid, proc), outside, ghost_limit_bytes)
+    return replace(found, offenders=(*_find_foreign_sessions(tree, proc), *found.offenders))
 
 
 def judge(
@@ -96,7 +97,7 @@ def judge(
             )
         for mapping in one.mappings:
             offenders += (
-                Offender(one.pid, -1, kind, detail)
+                Offender(one.pid, MAPPED, kind, detail)
                 for kind, detail in rules.path(mapping.link, mapping.status, mapped=True)
             )
     listening = sorted({inet.local for inet in rules.inet(LISTEN)}, key=str)
@@ -109,6 +110,16 @@ def judge(
         shm_inodes=frozenset(fds.shm_inodes(held)),
         notes=tuple(_find_written(held)),
     )
+
+
+def _find_foreign_sessions(tree: Sequence[Process], proc: Path) -> Iterator[Offender]:
+    """Processes in a session or group whose leader lives outside the tree."""
+    members = {process.pid for process in tree}
+    for process in tree:
+        for number in sorted({process.session, process.group} - members):
+            if (proc / str(number)).exists():
+                detail = f"{process.name} is in the session or group of process {number}"
+                yield Offender(process.pid, PROCESS, "session", detail)
 
 
 def _find_stdio(root: Held) -> tuple[int, ...]:
