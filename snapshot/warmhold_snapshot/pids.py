@@ -97,11 +97,18 @@ def find_taken(ids: Iterable[int], proc: Path = PROC) -> dict[int, str]:
 def wait_until_free(ids: Iterable[int], timeout_s: float, proc: Path = PROC) -> dict[int, str]:
     """Given numbers, wait until all are free; return those still taken after `timeout_s`.
 
-    What sits on a number is mostly short-lived, such as a health check.
+    What sits on a number is mostly short-lived, such as a health check, or a child of the caller
+    that has ended: those are reaped here. The leader of a process looks ended before its threads
+    are, so that whoever killed a tree may not have been able to reap all of it.
     """
     wanted = set(ids)
     deadline = time.monotonic() + timeout_s
-    while (taken := find_taken(wanted, proc)) and time.monotonic() < deadline:
+    while taken := find_taken(wanted, proc):
+        for pid in taken:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > deadline:
+            break
         time.sleep(_POLL_S)
     return taken
 

@@ -85,6 +85,30 @@ def test_a_failure_shows_the_log(tmp_path: Path) -> None:
     assert caught.value.lines[-1] == "last words"
 
 
+@pytest.mark.parametrize(
+    ("said", "passes"),
+    [
+        ("Error (criu/cr-check.c:160): sys/kernel/ns_last_pid sysctl is inaccessible", True),
+        ("Error (criu/tun.c:85): tun: Unable to create tun: No such file or directory", True),
+        ("Error (criu/cr-check.c:99): no userfaultfd", False),
+    ],
+)
+def test_check_in_a_container(
+    said: str, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, criu ends with 1 even where all is well."""
+    program = tmp_path / "criu"
+    program.write_text(f"#!/bin/sh\necho '{said}' >&2\necho 'Warn  Does not look good.'\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(criu, "PROGRAM", str(program))
+    if passes:
+        criu.run_check()
+    else:
+        with pytest.raises(SnapshotError) as caught:
+            criu.run_check()
+        assert "no userfaultfd" in caught.value.detail
+
+
 def test_what_hangs_is_ended() -> None:
     argv = [sys.executable, "-c", "import signal; print('here', flush=True); signal.pause()"]
     with pytest.raises(SnapshotError) as caught:
