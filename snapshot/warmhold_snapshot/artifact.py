@@ -155,6 +155,7 @@ class Store:
         place = self.path(manifest.name)
         try:
             with (draft / MANIFEST).open("xb") as file:
+                os.fchmod(file.fileno(), 0o600)
                 file.write(encode(manifest, self.key))
             for path in (*draft.rglob("*"), draft):
                 sync(path)

@@ -7,7 +7,7 @@ Sources: linux/capability.h, proc(5), criu(8).
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,11 @@ _CAPABILITIES = {
 _WHY = {
     "SYS_ADMIN": "namespaces and mount information",
     "SYS_PTRACE": "stopping the engine's processes and reading them",
-    "NET_ADMIN": "locking connections during a dump",
+    "NET_ADMIN": "reading and restoring the state of connections",
     "SYS_TIME": "setting clock offsets at a restore",
     "SYS_RESOURCE": "the limits of an engine that has another uid",
 }
 _ALWAYS = ("SYS_ADMIN", "SYS_PTRACE", "NET_ADMIN", "SYS_TIME")
-_LOCK_TOOLS = ("iptables-restore", "ip6tables-restore")
 _OLDEST_CRIU = (4, 1)
 _RESERVED_PIDS = 4096
 
@@ -48,13 +47,12 @@ class Point:
 @dataclass(frozen=True)
 class Found:
     """What the container has. `criu_version` and `criu_check` are "" where criu gave none, with the
-    reason in `criu_error`; sizes in bytes; `lock_tools` by name with their paths."""
+    reason in `criu_error`; sizes in bytes."""
 
     capabilities: int
     seccomp: int
     criu_version: str
     criu_error: str
-    lock_tools: Mapping[str, str | None]
     free_bytes: int
     folder: str
     pid_max: int
@@ -75,7 +73,6 @@ def read_found(folder: Path, proc: Path = pids.PROC) -> Found:
         seccomp=int(status.get("Seccomp", "0")),
         criu_version=version,
         criu_error=error,
-        lock_tools={name: shutil.which(name) for name in _LOCK_TOOLS},
         free_bytes=shutil.disk_usage(existing).free,
         folder=str(folder),
         pid_max=pids.read_pid_max(proc),
@@ -91,10 +88,6 @@ def conclude(
     points = [_capability(found.capabilities, name) for name in needed]
     points.append(_seccomp(found.seccomp))
     points += _criu(found)
-    missing = [name for name, path in found.lock_tools.items() if path is None]
-    tools = f"{', '.join(missing)} missing" if missing else "iptables-restore is there"
-    remedy = "use the warmhold image, or install iptables in yours"
-    points.append(Point("network lock", not missing, tools, remedy if missing else ""))
     enough = found.free_bytes >= estimate_bytes
     sizes = f"{_mib(found.free_bytes)} MiB free in {found.folder}, {_mib(estimate_bytes)} needed"
     remedy = "run `snapshot prune --keep 1`, or give the volume `state` more room"

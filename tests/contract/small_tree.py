@@ -5,13 +5,14 @@
 
 The front listens on a wildcard port and on a control socket, the core on a socket within the tree.
 Core and worker have sessions of their own. The worker holds 100 MB of its own memory, a ring in
-/dev/shm, a named semaphore, threads, and weights that it maps from a descriptor which the vault
-socket hands out. Front and worker hold a random token that is written nowhere. Nothing is waited
-for by time.
+/dev/shm, a named semaphore, threads, a TCP connection to itself, a file lock, and weights that it
+maps from a descriptor which the vault socket hands out. Front and worker hold a random token that
+is written nowhere. Nothing is waited for by time.
 """
 
 import _multiprocessing
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -46,6 +47,16 @@ def ask(connection, question):
     return json.loads(connection.makefile().readline())
 
 
+def may_lock(path):
+    """Whether nobody holds a lock on the file."""
+    with open(path) as file:  # noqa: PTH123
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
 class Worker:
     """Holds everything that has to come back."""
 
@@ -59,7 +70,11 @@ class Worker:
         self.semaphore.acquire()
         self.address = segments.reserve(WEIGHT_BYTES)
         self.mapped = False
-        self.lock = threading.Lock()
+        self.store = socket.create_server(("127.0.0.1", 0))  # as torch's store: a loop within
+        self.client = socket.create_connection(self.store.getsockname())
+        self.accepted, _ = self.store.accept()
+        self.locked = open(__file__)  # noqa: PTH123, SIM115 - held to the end
+        fcntl.flock(self.locked, fcntl.LOCK_EX)
         for number in range(4):
             threading.Thread(target=self.count, args=(number,), daemon=True).start()
 
@@ -88,6 +103,8 @@ class Worker:
     def state(self):
         """All that can be told of this process."""
         weights = ctypes.string_at(self.address, WEIGHT_BYTES) if self.mapped else b""
+        self.client.sendall(b"over loopback")
+        echo = self.accepted.recv(100).decode()
         counters = struct.unpack_from("=4Q", self.ring.buf, 0)
         return {
             "worker": os.getpid(),
@@ -95,6 +112,8 @@ class Worker:
             "private": hashlib.blake2b(self.private).hexdigest(),
             "ring": self.ring.name,
             "counters": counters,
+            "loop": [echo, self.client.getsockname()],
+            "flock": may_lock(__file__),
             "semaphore": self.semaphore._get_value(),
             "weights": hashlib.blake2b(weights).hexdigest(),
             "weights_at": self.address,

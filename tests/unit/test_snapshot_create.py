@@ -15,7 +15,7 @@ from warmhold_snapshot.check import Found
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.scan import Scan
 
-RIGHTS = Found((1 << 40) - 1, 0, "4.2.1", "", {}, 1 << 40, "/", 1 << 22)
+RIGHTS = Found((1 << 40) - 1, 0, "4.2.1", "", 1 << 40, "/", 1 << 22)
 LIMITS = create.Limits(settle_s=0.2)
 IDENTITY = {"kernel": "k"}
 
