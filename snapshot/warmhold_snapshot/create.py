@@ -205,10 +205,10 @@ def _scan_until_clean(root_pid: int, limits: Limits) -> Scan:
 
 def _dump(root_pid: int, draft: Path, limits: Limits) -> tuple[_Findings, criu.Outcome]:
     before = read_tree(root_pid)
-    script = hook.write_script(draft, root_pid, limits.ghost_bytes)
-    argv = criu.build_dump_argv(root_pid, draft / IMAGES, draft, script, limits.ghost_bytes)
     try:
-        outcome = criu.run(argv, limits.dump_s, draft / criu.DUMP_LOG)
+        with hook.script(draft, root_pid, limits.ghost_bytes) as script:
+            argv = criu.build_dump_argv(root_pid, draft / IMAGES, draft, script, limits.ghost_bytes)
+            outcome = criu.run(argv, limits.dump_s, draft / criu.DUMP_LOG)
     except SnapshotError as error:
         if reason := _read_findings(draft).error:
             raise SnapshotError(
@@ -222,8 +222,7 @@ def _dump(root_pid: int, draft: Path, limits: Limits) -> tuple[_Findings, criu.O
     if after != {(process.pid, process.start_ticks) for process in before}:
         detail = "processes of the engine came or went during the dump"
         raise SnapshotError("snapshot.dump", detail, "try again")
-    for left in (hook.SCRIPT, hook.FINDINGS):
-        (draft / left).unlink()
+    (draft / hook.FINDINGS).unlink()
     return findings, outcome
 
 

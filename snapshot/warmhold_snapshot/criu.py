@@ -17,10 +17,13 @@ sessions, and no terminal).
 Sources: criu(8); criu/config.c, criu/cr-dump.c, criu/net.c of CRIU 4.2.
 """
 
+import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +32,6 @@ from .errors import SnapshotError
 PROGRAM = "criu"
 DUMP_LOG, RESTORE_LOG = "dump.log", "restore.log"
 _KEY_LINES, _TAIL_LINES = 80, 40
-_STOP_S = 5.0
 # What criu says on every run in a container, and what does not matter there.
 _HARMLESS = re.compile(
     r"tun: Unable to create tun|Can't setup RLIMIT_NOFILE|ns_last_pid sysctl is inaccessible"
@@ -82,9 +84,12 @@ def run(
 ) -> Outcome:
     """Given an argv, a limit and the log that criu writes, run it to its end.
 
+    A criu that is killed in a dump may leave processes that it has stopped broken. So it gets a
+    session of its own, where a terminal's Ctrl-C does not reach it, and whoever interrupts the
+    caller still has to wait for its end.
     Raise SnapshotError `snapshot.criu` with the log's key lines where it ends with another code,
-    `snapshot.timeout` where it outlasts its limit (it is asked to end first, then killed), and
-    `snapshot.criu-absent` where there is none. What a killed criu leaves is the caller's to end.
+    `snapshot.timeout` where it outlasts its limit and is killed, and `snapshot.criu-absent` where
+    there is none. What a killed criu leaves is the caller's to end.
     """
     began = time.monotonic()
     try:
@@ -96,6 +101,7 @@ def run(
             text=True,
             errors="replace",
             pass_fds=tuple(pass_fds),
+            start_new_session=True,
         )
     except OSError as error:
         detail = f"{argv[0]} cannot be started: {error.strerror}"
@@ -104,10 +110,16 @@ def run(
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
-        output = _stop(process)
+        output = _kill(process)
         detail = f"criu {argv[1]} did not end within {timeout_s:g} s"
         lines = read_key_lines(log, output)
         raise SnapshotError("snapshot.timeout", detail, "see the lines above", lines) from error
+    except BaseException:
+        try:
+            process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+        raise
     if process.returncode != 0:
         lines = read_key_lines(log, output)
         detail = f"criu {argv[1]} ended with {process.returncode}: {find_reason(lines)}"
@@ -184,12 +196,8 @@ def _common(images: Path, work: Path, log: str) -> list[str]:
     ]
 
 
-def _stop(process: "subprocess.Popen[str]") -> str:
-    """End criu, politely first: it then lets go of the processes that it has stopped."""
-    process.terminate()
-    try:
-        output, _ = process.communicate(timeout=_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-    return output
+def _kill(process: "subprocess.Popen[str]") -> str:
+    """Kill criu and the script that it may be waiting for; return what it printed."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()[0]

@@ -9,8 +9,12 @@ goes on even when whoever asked for the snapshot was killed meanwhile. Stdlib on
 
 import dataclasses
 import json
+import os
 import shlex
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import shm
@@ -18,28 +22,42 @@ from .errors import SnapshotError
 from .pids import read_tree
 from .scan import scan
 
-SCRIPT, FINDINGS, PACK = "post-dump.sh", "post-dump.json", "shm.img"
+FINDINGS, PACK = "post-dump.json", "shm.img"
 _ACTION = "post-dump"
 
 
-def write_script(
-    folder: Path, root_pid: int, ghost_limit_bytes: int, shm_folder: Path = shm.FOLDER
-) -> Path:
-    """Given the artifact's folder and the tree's root, write the script that criu calls."""
+@contextmanager
+def script(
+    draft: Path, root_pid: int, ghost_limit_bytes: int, shm_folder: Path = shm.FOLDER
+) -> Iterator[Path]:
+    """Given the artifact's folder and the tree's root, make the script that criu calls, for as long
+    as it is needed.
+
+    Raise SnapshotError `snapshot.dump` where no folder at hand may hold a program (noexec).
+    """
     package = str(Path(__file__).parents[1])
     code = (
         f"import sys; sys.path.insert(0, {package!r}); "
         f"from {__package__}.hook import main; main(*sys.argv[1:])"
     )
-    words = [sys.executable, "-I", "-S", "-c", code, str(folder), str(root_pid)]
+    words = [sys.executable, "-I", "-S", "-c", code, str(draft), str(root_pid)]
     words += [str(ghost_limit_bytes), str(shm_folder)]
-    path = folder / SCRIPT
     # criu calls it for every step of the dump.
-    path.write_text(
+    text = (
         f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = {_ACTION} ] || exit 0\nexec {shlex.join(words)}\n'
     )
-    path.chmod(0o700)
-    return path
+    path = None
+    try:
+        for folder in (draft, Path(tempfile.gettempdir()), Path(sys.prefix)):
+            path = _write_program(folder, text)
+            if path is not None:
+                yield path
+                return
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+    detail = f"neither {draft.parent} nor {tempfile.gettempdir()} may hold a program"
+    raise SnapshotError("snapshot.dump", detail, "mount one of them without noexec")
 
 
 def main(folder: str, root_pid: str, ghost_limit_bytes: str, shm_folder: str) -> None:
@@ -61,3 +79,18 @@ def main(folder: str, root_pid: str, ghost_limit_bytes: str, shm_folder: str) ->
         findings["error"] = SnapshotError("snapshot.disk", detail, remedy).to_json()
     Path(folder, FINDINGS).write_text(json.dumps(findings))
     sys.exit(1 if "error" in findings else 0)
+
+
+def _write_program(folder: Path, text: str) -> Path | None:
+    """A program with that text in that folder, or None where it cannot be or must not run there."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{_ACTION}-", suffix=".sh", dir=folder)
+    except OSError:
+        return None
+    with os.fdopen(handle, "w") as file:
+        os.fchmod(handle, 0o700)
+        file.write(text)
+    if os.access(name, os.X_OK):
+        return Path(name)
+    Path(name).unlink()
+    return None

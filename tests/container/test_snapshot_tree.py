@@ -47,6 +47,7 @@ def run(engine: DockerClient, act: str, state: Volume, **options: object) -> Non
             cap_add=RIGHTS,
             security_opt=["seccomp=unconfined"],
             shm_size="1g",
+            tmpfs={"/small": "size=40m"},
             volumes={
                 str(ROOT / "tests/contract"): {"bind": "/contract", "mode": "ro"},
                 state.name: {"bind": "/state", "mode": "rw"},

@@ -39,6 +39,7 @@ PORT = 8123
 CONTROL, INSIDE, VAULT = "/tmp/tree-control.sock", "/tmp/tree-inside.sock", "/tmp/tree-vault.sock"
 ABOVE = 3000
 TIMES = 5
+SMALL = Path("/small")  # a tmpfs of 40 MB
 FAILED = []
 
 
@@ -292,6 +293,32 @@ def make(state: Path) -> None:
     tell("no rights", rights["CapEff"] == "0" * 16 and rights["Seccomp"] == "2", rights)
     engine, who = TreeEngine(), who_am_i(store)
 
+    crowded = Store(SMALL / "snapshots")
+    with refused("too little room", "snapshot.rights", "disk"):
+        create(root, engine, crowded, "one", who)
+    check.estimate_bytes, estimate = lambda *_: 0, check.estimate_bytes
+    with refused("the disk is full during the dump", "snapshot.dump"):
+        create(root, engine, crowded, "one", who)
+    check.estimate_bytes = estimate
+    tell("no script is left", not list(Path("/tmp").glob(".post-dump*")))
+    tell("nothing half made is left", crowded.names() == [] and crowded.sweep() == [])
+    tell("it serves", lasting(ask_http()[1]) == before)
+    maker = subprocess.Popen(
+        [sys.executable, __file__, "create", str(SMALL.parent / "cut"), str(root)]
+    )
+    cut = Store(SMALL.parent / "cut")
+    wait_for_log(cut.folder)
+    maker.kill()
+    maker.wait()
+    wait_for_criu()
+    tell("a killed maker leaves nothing in a list", cut.rows() == [])
+    control("resume")
+    tell("and the engine goes on", lasting(ask_http()[1]) == before)
+    tell(
+        "what it left is swept",
+        len(cut.sweep()) == 1 and list(cut.folder.iterdir()) == [cut.folder / ".key"],
+    )
+
     with socket.create_connection(("127.0.0.1", PORT)) as idle:
         idle.sendall(b"G")
         with refused("an idle connection is in the way", "snapshot.engine", "connection"):
@@ -335,9 +362,8 @@ def make(state: Path) -> None:
     with refused("a flipped bit", "snapshot.damaged", pages.name):
         bring_back(store, "one", identity=who)
     flip(pages)
-    clean = sorted(path.name for path in shm.FOLDER.iterdir())
-    for name in clean:
-        (shm.FOLDER / name).unlink()
+    for path in shm.FOLDER.iterdir():
+        path.unlink()
     with refused("criu outlasts its limit", "snapshot.timeout"):
         bring_back(store, "one", identity=who, limits=Limits(criu_s=0.02))
     left = pids.find_taken(manifest.ids())
@@ -375,8 +401,31 @@ def make(state: Path) -> None:
     below = [process.pid for process in pids.read_tree(os.getpid())]
     tell("no process is left", not left and below == [os.getpid()], left)
     now = sorted(path.name for path in shm.FOLDER.iterdir())
-    tell("/dev/shm as one engine leaves it", now == clean, now)
+    # Python's resource tracker may have removed the ring before it was killed itself.
+    expected = {name for name in names if not name.startswith("link_remap.")}
+    tell("/dev/shm as one engine leaves it", set(now) <= expected, now)
     tell("listed", [row.state for row in store.rows()] == ["usable"])
+
+
+def wait_for_log(folder: Path) -> None:
+    """Until criu has begun."""
+    deadline = time.monotonic() + 60
+    while not list(folder.glob(".tmp-*/dump.log")):
+        assert time.monotonic() < deadline, "no dump began"
+
+
+def wait_for_criu() -> None:
+    """Until criu has let the tree go."""
+    deadline = time.monotonic() + 60
+    while any(process.name == "criu" for process in pids.read_all()):
+        tree.reap_adopted()
+        assert time.monotonic() < deadline, "criu does not end"
+
+
+def create_only(folder: Path) -> None:
+    """A maker that will be killed."""
+    store = Store(folder)
+    create(int(sys.argv[3]), TreeEngine(), store, "one", who_am_i(store))
 
 
 def flip(path: Path) -> None:
@@ -416,7 +465,7 @@ def fresh(state: Path) -> None:
 
 def main() -> int:
     tree.become_subreaper()
-    {"make": make, "fresh": fresh}[sys.argv[1]](Path(sys.argv[2]))
+    {"make": make, "fresh": fresh, "create": create_only}[sys.argv[1]](Path(sys.argv[2]))
     print(f"{len(FAILED)} failed: {FAILED}" if FAILED else "all passed", flush=True)
     return 1 if FAILED else 0
 

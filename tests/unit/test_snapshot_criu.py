@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How criu is called and what is shown of its log; no criu is needed."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from warmhold_snapshot import criu
+from warmhold_snapshot import criu, pids
 from warmhold_snapshot.errors import SnapshotError
 
 LOG = """\
@@ -117,6 +120,33 @@ def test_what_hangs_is_ended() -> None:
     with pytest.raises(SnapshotError) as caught:
         criu.run(argv, 0.5)
     assert caught.value.code == "snapshot.timeout"
+
+
+def test_who_is_interrupted_waits_for_criu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the engine would be told to go on while criu still holds it."""
+    real, calls = subprocess.Popen.communicate, []
+
+    def interrupted(process: Any, *given: Any, **options: Any) -> Any:
+        calls.append(options)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return real(process, *given, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    body = (
+        f"import os, pathlib; pathlib.Path({str(tmp_path / 'sid')!r}).write_text(str(os.getsid(0)))"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        criu.run([sys.executable, "-c", body], 20)
+    assert int((tmp_path / "sid").read_text()) != os.getsid(0), "Ctrl-C does not reach it"
+
+
+def test_what_criu_waits_for_is_killed_too(tmp_path: Path) -> None:
+    script = f"sleep 600 & echo $! > {tmp_path / 'pid'}; wait"
+    with pytest.raises(SnapshotError):
+        criu.run(["/bin/sh", "-c", script], 0.5)
+    pid = int((tmp_path / "pid").read_text())
+    assert pids.wait_until_free([pid], 10) == {} or not Path(f"/proc/{pid}/exe").exists()
 
 
 def test_no_criu(tmp_path: Path) -> None:
