@@ -46,6 +46,14 @@ class Listed:
     image_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Draft:
+    """An artifact in the making, and the lock that keeps it from being swept, as a descriptor."""
+
+    folder: Path
+    lock_fd: int
+
+
 class Store:
     """The folder of all artifacts, and the key that seals them."""
 
@@ -130,7 +138,7 @@ class Store:
             raise SnapshotError("snapshot.damaged", detail, _RECREATE, sorted(wrong))
 
     @contextmanager
-    def draft(self, name: str) -> Iterator[Path]:
+    def draft(self, name: str) -> Iterator[Draft]:
         """Given a name, make a temporary folder for its artifact; it is gone afterwards unless it
         was published. Raise SnapshotError `snapshot.disk`."""
         self.path(name)
@@ -142,28 +150,28 @@ class Store:
         except OSError as error:
             detail = f"{folder} cannot be made: {error.strerror}"
             raise SnapshotError("snapshot.disk", detail, "see `snapshot check`") from error
-        with locked(folder, ALONE):
+        with locked(folder, ALONE) as lock_fd:
             try:
-                yield folder
+                yield Draft(folder, lock_fd)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def publish(self, draft: Path, manifest: Manifest) -> Path:
+    def publish(self, draft: Draft, manifest: Manifest) -> Path:
         """Given a draft and its manifest, write the manifest, bring all to the disk, and put the
         artifact in its place; return that. Its predecessor is left in the draft, to be removed.
         Raise SnapshotError `snapshot.disk`, or `snapshot.busy` where the predecessor is in use."""
         place = self.path(manifest.name)
         try:
-            with (draft / MANIFEST).open("xb") as file:
+            with (draft.folder / MANIFEST).open("xb") as file:
                 os.fchmod(file.fileno(), 0o600)
                 file.write(encode(manifest, self.key))
-            for path in (*draft.rglob("*"), draft):
+            for path in (*draft.folder.rglob("*"), draft.folder):
                 sync(path)
             if place.exists():
                 with locked(place, ALONE):  # not under a restore that reads it
-                    exchange(draft, place)
+                    exchange(draft.folder, place)
             else:
-                draft.rename(place)
+                draft.folder.rename(place)
             sync(self.folder)
         except OSError as error:
             detail = f"{place} cannot be written: {error.strerror}"

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from . import check, criu, hook, images
-from .artifact import IMAGES, Store, describe_files
+from .artifact import IMAGES, Draft, Store, describe_files
 from .checksum import Progress
 from .clock import Clock
 from .errors import SnapshotError
@@ -127,7 +127,7 @@ def create(
                 findings, outcome = _dump(root_pid, draft, limits)
         pause_s = time.monotonic() - began
         with clock.step("checksums"):
-            files = describe_files(draft, progress)
+            files = describe_files(draft.folder, progress)
         statistics = criu.parse_statistics(outcome.output)
         manifest = Manifest(
             format=FORMAT,
@@ -142,7 +142,7 @@ def create(
             shm=findings.shm,
             files=files,
             bytes_by_kind=_by_kind(files),
-            bytes_by_process=images.measure_by_process(draft / IMAGES),
+            bytes_by_process=images.measure_by_process(draft.folder / IMAGES),
             timings={**clock.timings, "pause": pause_s},
             canary=canary,
             notes=dict(notes or {}),
@@ -203,32 +203,34 @@ def _scan_until_clean(root_pid: int, limits: Limits) -> Scan:
     return found
 
 
-def _dump(root_pid: int, draft: Path, limits: Limits) -> tuple[_Findings, criu.Outcome]:
-    before = read_tree(root_pid)
+def _dump(root_pid: int, draft: Draft, limits: Limits) -> tuple[_Findings, criu.Outcome]:
+    before, folder = read_tree(root_pid), draft.folder
     try:
-        with hook.script(draft, root_pid, limits.ghost_bytes) as script:
-            argv = criu.build_dump_argv(root_pid, draft / IMAGES, draft, script, limits.ghost_bytes)
-            outcome = criu.run(argv, limits.dump_s, draft / criu.DUMP_LOG)
+        with hook.script(folder, root_pid, limits.ghost_bytes) as script:
+            argv = criu.build_dump_argv(
+                root_pid, folder / IMAGES, folder, script, limits.ghost_bytes
+            )
+            outcome = criu.run(argv, limits.dump_s, folder / criu.DUMP_LOG, [draft.lock_fd])
     except SnapshotError as error:
-        if reason := _read_findings(draft).error:
+        if reason := _read_findings(folder).error:
             raise SnapshotError(
                 reason["code"], reason["detail"], reason["remedy"], reason["lines"]
             ) from error
         remedy = "the engine goes on as before; see the lines above"
         code = error.code if error.code == "snapshot.timeout" else "snapshot.dump"
         raise SnapshotError(code, error.detail, remedy, error.lines) from error
-    findings = _read_findings(draft)
+    findings = _read_findings(folder)
     after = {(process.pid, process.start_ticks) for process in findings.processes}
     if after != {(process.pid, process.start_ticks) for process in before}:
         detail = "processes of the engine came or went during the dump"
         raise SnapshotError("snapshot.dump", detail, "try again")
-    (draft / hook.FINDINGS).unlink()
+    (folder / hook.FINDINGS).unlink()
     return findings, outcome
 
 
-def _read_findings(draft: Path) -> _Findings:
+def _read_findings(folder: Path) -> _Findings:
     try:
-        return msgspec.json.decode((draft / hook.FINDINGS).read_bytes(), type=_Findings)
+        return msgspec.json.decode((folder / hook.FINDINGS).read_bytes(), type=_Findings)
     except (OSError, msgspec.MsgspecError):
         return _Findings()
 

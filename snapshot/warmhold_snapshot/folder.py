@@ -15,9 +15,12 @@ ALONE, TOGETHER = fcntl.LOCK_EX, fcntl.LOCK_SH
 
 
 @contextmanager
-def locked(folder: Path, kind: int) -> Iterator[None]:
-    """Given a folder, hold it `ALONE` or `TOGETHER` with others that do; raise SnapshotError
-    `snapshot.busy` where somebody is in the way."""
+def locked(folder: Path, kind: int) -> Iterator[int]:
+    """Given a folder, hold it `ALONE` or `TOGETHER` with others that do; yield the lock as a
+    descriptor. Raise SnapshotError `snapshot.busy` where somebody is in the way.
+
+    A program that inherits the descriptor holds the lock too, also when its starter was killed.
+    """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:
@@ -25,7 +28,7 @@ def locked(folder: Path, kind: int) -> Iterator[None]:
         except BlockingIOError as error:
             detail = f"{folder.name} is being made or restored"
             raise SnapshotError("snapshot.busy", detail, "try again when that has ended") from error
-        yield
+        yield handle
     finally:
         os.close(handle)
 

@@ -67,7 +67,7 @@ def restore(
     """
     clock = Clock()
     _require_subreaper()
-    with store.using(name) as folder, locked(shm.FOLDER, ALONE):
+    with store.using(name) as folder, locked(shm.FOLDER, ALONE) as lock_fd:
         with clock.step("verify"):
             manifest = store.read(name)
             if identity is not None:
@@ -80,7 +80,9 @@ def restore(
             shm.put_back(manifest.shm, folder / PACK)
         try:
             with clock.step("criu"):
-                pid, pidfd = _restore(manifest, folder, stdout_fd, stderr_fd, limits)
+                given = [stdout_fd, stdout_fd if stderr_fd is None else stderr_fd]
+                inherit = dict(zip(manifest.stdio, given, strict=False))
+                pid, pidfd = _restore(manifest, folder, inherit, lock_fd, limits)
         except BaseException:
             shm.remove(manifest.shm)
             raise
@@ -89,16 +91,16 @@ def restore(
 
 
 def _restore(
-    manifest: Manifest, folder: Path, stdout_fd: int, stderr_fd: int | None, limits: Limits
+    manifest: Manifest, folder: Path, inherit: Mapping[int, int], lock_fd: int, limits: Limits
 ) -> tuple[int, int]:
     pidfile = folder / _PIDFILE
     pidfile.unlink(missing_ok=True)
-    given = [stdout_fd, stdout_fd if stderr_fd is None else stderr_fd]
-    inherit = dict(zip(manifest.stdio, given, strict=False))
     argv = criu.build_restore_argv(folder / IMAGES, folder, pidfile, inherit)
     known = {(process.pid, process.start_ticks) for process in pids.read_all()}
     try:
-        criu.run(argv, limits.criu_s, folder / criu.RESTORE_LOG, sorted(set(inherit.values())))
+        # criu holds the lock too: a caller that is killed meanwhile leaves it at work.
+        passed = sorted({*inherit.values(), lock_fd})
+        criu.run(argv, limits.criu_s, folder / criu.RESTORE_LOG, passed)
         pid = int(pidfile.read_text())
         process = pids.read_process(pid)
         if process is None or process.parent != os.getpid():

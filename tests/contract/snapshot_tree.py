@@ -30,6 +30,7 @@ from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.create import Limits as CreateLimits
 from warmhold_snapshot.create import create
 from warmhold_snapshot.errors import SnapshotError
+from warmhold_snapshot.folder import ALONE, locked
 from warmhold_snapshot.restore import Limits, restore
 from warmhold_wcache import segments
 
@@ -387,6 +388,13 @@ def make(state: Path) -> None:
         all_phases.append(phases)
         verify_back(label, canary, beat, pid, output)
         tell(f"{label}: still no rights", rights_of(pid) == rights)
+        with locked(shm.FOLDER, ALONE):
+            tell(f"{label}: the tree does not hold the lock", True)
+        if time_number == TIMES - 3:
+            report = create(pid, engine, store, "one", who, notes=notes)
+            manifest = store.read("one")
+            beat = output.next_beat()
+            tell("a restored tree makes a snapshot too", manifest.canary == canary, report.pause_s)
         if time_number == TIMES - 1:
             with suppress(Exception):
                 control("exit")

@@ -33,8 +33,8 @@ CONTENT = {
 def make(store: Store, name: str = "one", created: str = "2026-01-01T00:00:00Z") -> Manifest:
     with store.draft(name) as draft:
         for path, content in CONTENT.items():
-            (draft / path).write_bytes(content)
-        files = describe_files(draft)
+            (draft.folder / path).write_bytes(content)
+        files = describe_files(draft.folder)
         made = Manifest(
             format=FORMAT,
             name=name,
@@ -48,7 +48,7 @@ def make(store: Store, name: str = "one", created: str = "2026-01-01T00:00:00Z")
             shm=(ShmFile("psm_1", 8192, 0o600, 0, 0, 0, ((0, 4096),)),),
             files=files,
             bytes_by_kind=images.measure_by_kind({f.name: f.size_bytes for f in files}),
-            bytes_by_process=images.measure_by_process(draft / "images"),
+            bytes_by_process=images.measure_by_process(draft.folder / "images"),
             timings={"pause": 1.5},
             canary=[{"tokens": [1, 2]}],
             notes={"weights": "w"},
@@ -91,7 +91,7 @@ def test_a_whole_artifact(store: Store) -> None:
 
 def test_a_failure_leaves_nothing(store: Store) -> None:
     with pytest.raises(KeyError), store.draft("one") as draft:
-        (draft / "images" / "pages-1.img").write_bytes(b"x")
+        (draft.folder / "images" / "pages-1.img").write_bytes(b"x")
         assert store.names() == []
         raise KeyError
     assert [path.name for path in store.folder.iterdir()] == [".key"]
@@ -107,7 +107,7 @@ def test_what_a_killed_maker_left_is_not_listed_and_goes(store: Store) -> None:
 
 def test_what_is_being_made_is_not_swept(store: Store) -> None:
     with store.draft("one") as draft:
-        assert store.sweep() == [] and draft.exists()
+        assert store.sweep() == [] and draft.folder.exists()
 
 
 def test_a_new_one_takes_its_predecessors_place(store: Store) -> None:
@@ -379,3 +379,12 @@ def test_a_lock_ends_with_its_holder(store: Store) -> None:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(handle)
+
+
+def test_a_killed_makers_criu_still_holds_the_draft(store: Store) -> None:
+    with store.draft("one") as draft:
+        kept = os.dup(draft.lock_fd)  # as criu inherits it
+        left = draft.folder.rename(draft.folder.with_name(".tmp-one-left"))
+    assert store.sweep() == [] and left.exists()
+    os.close(kept)
+    assert store.sweep() == [".tmp-one-left"] and not left.exists()

@@ -75,7 +75,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happened, with a criu that writes one image and calls its script, as the real one."""
     seen: list[str] = []
 
-    def run(argv: Sequence[str], timeout_s: float, log: Path) -> criu.Outcome:
+    def run(
+        argv: Sequence[str], timeout_s: float, log: Path, pass_fds: Sequence[int]
+    ) -> criu.Outcome:
         seen.append("dump")
         if "dump fails" in seen:
             log.write_text("Error (a.c:1): no way\n")

@@ -46,8 +46,8 @@ def make(store: Store, tmp_path: Path, **changes: Any) -> Manifest:
     needed = tmp_path / "needed"
     needed.write_bytes(b"12345")
     with store.draft("one") as draft:
-        (draft / "images" / "pages-1.img").write_bytes(b"p" * 5000)
-        (draft / "shm.img").write_bytes(b"r" * 100)
+        (draft.folder / "images" / "pages-1.img").write_bytes(b"p" * 5000)
+        (draft.folder / "shm.img").write_bytes(b"r" * 100)
         entry = ShmFile(RING, 8192, 0o600, os.getuid(), os.getgid(), 0, ((4096, 100),))
         remap = ShmFile(REMAP, 8192, 0o600, os.getuid(), os.getgid(), same_as=RING)
         manifest = Manifest(
@@ -61,7 +61,7 @@ def make(store: Store, tmp_path: Path, **changes: Any) -> Manifest:
             open_files=(OpenFile(str(needed), 5),),
             counts={},
             shm=(entry, remap),
-            files=describe_files(draft),
+            files=describe_files(draft.folder),
             bytes_by_kind={},
             bytes_by_process={},
             timings={},
@@ -88,7 +88,8 @@ class FakeCriu:
         self.seen = [name for name in (RING, REMAP) if (FOLDER / name).exists()]
         if self.error:
             raise self.error
-        code = f"import os; os.write({pass_fds[0]}, b'back'); os.read(0, 1)"
+        stdout = argv[argv.index("--inherit-fd") + 1].removeprefix("fd[").partition("]")[0]
+        code = f"import os; os.write({stdout}, b'back'); os.read(0, 1)"
         self.child = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=pass_fds
         )
