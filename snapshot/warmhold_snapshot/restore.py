@@ -90,6 +90,23 @@ def restore(
     return Restored(pid, pidfd, manifest, clock.timings)
 
 
+def wait_for_others(timeout_s: float) -> bool:
+    """Wait until no restore is at work in this container; tell whether that came in time.
+
+    A caller that is killed leaves its criu at work, and that a whole tree a moment later: who
+    clears up after it waits here first.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            with locked(shm.FOLDER, ALONE):
+                return True
+        except SnapshotError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(_POLL_S)
+
+
 def _restore(
     manifest: Manifest, folder: Path, inherit: Mapping[int, int], lock_fd: int, limits: Limits
 ) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from warmhold_snapshot.create import Limits as CreateLimits
 from warmhold_snapshot.create import create
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.folder import ALONE, locked
-from warmhold_snapshot.restore import Limits, restore
+from warmhold_snapshot.restore import Limits, restore, wait_for_others
 from warmhold_wcache import segments
 
 HERE = Path(__file__).resolve().parent
@@ -375,8 +375,20 @@ def make(state: Path) -> None:
     with refused("criu fails", "snapshot.restore"):
         bring_back(store, "one", identity=who, checksums=False)
     spoiled.write_bytes(content)
+    (store.path("one") / criu.RESTORE_LOG).unlink()
     left = pids.find_taken(manifest.ids())
     tell("nothing of that is left", not left and not list(shm.FOLDER.iterdir()), left)
+
+    began = time.monotonic()
+    restorer = subprocess.Popen([sys.executable, __file__, "restore", str(state)])
+    while not (store.path("one") / criu.RESTORE_LOG).exists():
+        assert time.monotonic() < began + 60, "no restore began"
+    restorer.kill()
+    restorer.wait()
+    tell("a killed restorer's criu ends", wait_for_others(60))
+    end_tree(root)
+    left = pids.wait_until_free(manifest.ids(), 5)
+    tell("and what it made can be ended", not left, left)
 
     open_before = len(list(Path("/proc/self/fd").iterdir()))
     all_phases = []
@@ -391,9 +403,9 @@ def make(state: Path) -> None:
         with locked(shm.FOLDER, ALONE):
             tell(f"{label}: the tree does not hold the lock", True)
         if time_number == TIMES - 3:
+            beat = output.next_beat()
             report = create(pid, engine, store, "one", who, notes=notes)
             manifest = store.read("one")
-            beat = output.next_beat()
             tell("a restored tree makes a snapshot too", manifest.canary == canary, report.pause_s)
         if time_number == TIMES - 1:
             with suppress(Exception):
@@ -436,6 +448,13 @@ def create_only(folder: Path) -> None:
     create(int(sys.argv[3]), TreeEngine(), store, "one", who_am_i(store))
 
 
+def restore_only(state: Path) -> None:
+    """A restorer that will be killed."""
+    store = Store(state / "snapshots")
+    bring_back(store, "one", identity=who_am_i(store))
+    signal.pause()
+
+
 def flip(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
@@ -473,7 +492,9 @@ def fresh(state: Path) -> None:
 
 def main() -> int:
     tree.become_subreaper()
-    {"make": make, "fresh": fresh, "create": create_only}[sys.argv[1]](Path(sys.argv[2]))
+    {"make": make, "fresh": fresh, "create": create_only, "restore": restore_only}[sys.argv[1]](
+        Path(sys.argv[2])
+    )
     print(f"{len(FAILED)} failed: {FAILED}" if FAILED else "all passed", flush=True)
     return 1 if FAILED else 0
 

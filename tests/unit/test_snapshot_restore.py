@@ -189,6 +189,8 @@ def test_a_second_restore_at_the_same_time(store: Store, fake: FakeCriu, tmp_pat
 
     with locked(FOLDER, ALONE):
         assert refusal(store).code == "snapshot.busy"
+        assert not restore.wait_for_others(0.05)
+    assert restore.wait_for_others(10)
 
 
 def test_absent(store: Store, fake: FakeCriu) -> None:
