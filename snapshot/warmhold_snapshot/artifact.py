@@ -33,6 +33,7 @@ IMAGES, MANIFEST, KEY = "images", "manifest.json", ".key"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DRAFT = ".tmp-"
 _RECREATE = "create a new snapshot"
+_IN_USE = "the snapshot is being made, restored or removed"
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,13 @@ class Store:
     @contextmanager
     def draft(self, name: str) -> Iterator[Draft]:
         """Given a name, make a temporary folder for its artifact; it is gone afterwards unless it
-        was published. Raise SnapshotError `snapshot.disk`."""
+        was published. Raise SnapshotError `snapshot.busy` where another one is being made, and
+        `snapshot.disk`."""
         self.path(name)
+        with locked(self.folder, ALONE, "another snapshot is being made"):
+            yield from self._draft(name)
+
+    def _draft(self, name: str) -> Iterator[Draft]:
         self.sweep()
         folder = self.folder / f"{_DRAFT}{name}-{secrets.token_hex(4)}"
         try:
@@ -150,7 +156,7 @@ class Store:
         except OSError as error:
             detail = f"{folder} cannot be made: {error.strerror}"
             raise SnapshotError("snapshot.disk", detail, "see `snapshot check`") from error
-        with locked(folder, ALONE) as lock_fd:
+        with locked(folder, ALONE, _IN_USE) as lock_fd:
             try:
                 yield Draft(folder, lock_fd)
             finally:
@@ -168,7 +174,7 @@ class Store:
             for path in (*draft.folder.rglob("*"), draft.folder):
                 sync(path)
             if place.exists():
-                with locked(place, ALONE):  # not under a restore that reads it
+                with locked(place, ALONE, _IN_USE):  # not under a restore that reads it
                     exchange(draft.folder, place)
             else:
                 draft.folder.rename(place)
@@ -184,7 +190,7 @@ class Store:
         folder = self.path(name)
         if not folder.is_dir():
             raise SnapshotError("snapshot.absent", f"no snapshot {name}", "see `snapshot list`")
-        with locked(folder, TOGETHER):
+        with locked(folder, TOGETHER, _IN_USE):
             yield folder
 
     def remove(self, name: str) -> None:
@@ -193,7 +199,7 @@ class Store:
         folder = self.path(name)
         if not folder.is_dir():
             raise SnapshotError("snapshot.absent", f"no snapshot {name}", "see `snapshot list`")
-        with locked(folder, ALONE):
+        with locked(folder, ALONE, _IN_USE):
             away = self.folder / f"{_DRAFT}{name}-{secrets.token_hex(4)}"
             folder.rename(away)
             shutil.rmtree(away)
@@ -222,7 +228,7 @@ class Store:
         for entry in self.folder.iterdir():
             if entry.name.startswith(_DRAFT) and entry.is_dir() and not entry.is_symlink():
                 try:
-                    with locked(entry, ALONE):
+                    with locked(entry, ALONE, _IN_USE):
                         shutil.rmtree(entry, ignore_errors=True)
                 except SnapshotError:  # being made right now
                     continue

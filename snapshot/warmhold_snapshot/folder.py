@@ -15,9 +15,10 @@ ALONE, TOGETHER = fcntl.LOCK_EX, fcntl.LOCK_SH
 
 
 @contextmanager
-def locked(folder: Path, kind: int) -> Iterator[int]:
+def locked(folder: Path, kind: int, busy: str) -> Iterator[int]:
     """Given a folder, hold it `ALONE` or `TOGETHER` with others that do; yield the lock as a
-    descriptor. Raise SnapshotError `snapshot.busy` where somebody is in the way.
+    descriptor. Raise SnapshotError `snapshot.busy`, with the given words, where somebody is in the
+    way.
 
     A program that inherits the descriptor holds the lock too, also when its starter was killed.
     """
@@ -26,8 +27,8 @@ def locked(folder: Path, kind: int) -> Iterator[int]:
         try:
             fcntl.flock(handle, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            detail = f"{folder.name} is being made or restored"
-            raise SnapshotError("snapshot.busy", detail, "try again when that has ended") from error
+            remedy = "try again when that has ended"
+            raise SnapshotError("snapshot.busy", f"{busy} ({folder})", remedy) from error
         yield handle
     finally:
         os.close(handle)

@@ -65,7 +65,7 @@ def main(folder: str, root_pid: str, ghost_limit_bytes: str, shm_folder: str) ->
     findings: dict[str, object] = {}
     try:
         found = scan(int(root_pid), int(ghost_limit_bytes))
-        found.require_clean("that came while the engine was frozen")
+        found.require_clean("of the frozen engine")
         files = shm.save(found.shm_inodes, Path(folder, PACK), Path(shm_folder))
         findings["shm"] = [dataclasses.asdict(file) for file in files]
         tree = read_tree(int(root_pid))

@@ -25,6 +25,7 @@ from .manifest import Manifest
 
 _PR_GET_CHILD_SUBREAPER = 37
 _PIDFILE = "restored.pid"
+_BUSY = "another restore is at work"
 _END_S = 5.0
 _POLL_S = 0.01
 
@@ -67,7 +68,7 @@ def restore(
     """
     clock = Clock()
     _require_subreaper()
-    with store.using(name) as folder, locked(shm.FOLDER, ALONE) as lock_fd:
+    with store.using(name) as folder, locked(shm.FOLDER, ALONE, _BUSY) as lock_fd:
         with clock.step("verify"):
             manifest = store.read(name)
             if identity is not None:
@@ -99,7 +100,7 @@ def wait_for_others(timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            with locked(shm.FOLDER, ALONE):
+            with locked(shm.FOLDER, ALONE, _BUSY):
                 return True
         except SnapshotError:
             if time.monotonic() > deadline:

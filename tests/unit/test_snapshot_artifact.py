@@ -105,6 +105,13 @@ def test_what_a_killed_maker_left_is_not_listed_and_goes(store: Store) -> None:
     assert not left.exists()
 
 
+def test_one_is_made_at_a_time(store: Store) -> None:
+    with store.draft("one"):
+        error = refusal(lambda: store.draft("two").__enter__())
+        assert error.code == "snapshot.busy" and "another snapshot" in error.detail
+    make(store, "two")
+
+
 def test_what_is_being_made_is_not_swept(store: Store) -> None:
     with store.draft("one") as draft:
         assert store.sweep() == [] and draft.folder.exists()

@@ -191,10 +191,7 @@ def test_what_comes_while_frozen_is_found_by_the_script(
     for root in hold_memfd("weights-1"):
         with pytest.raises(SnapshotError) as caught:
             make(root, events, store)
-        assert (
-            caught.value.code == "snapshot.fds"
-            and "while the engine was frozen" in caught.value.detail
-        )
+        assert caught.value.code == "snapshot.fds" and "of the frozen engine" in caught.value.detail
         assert events[-2:] == ["dump", "resume"] and store.names() == []
 
 

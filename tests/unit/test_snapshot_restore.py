@@ -187,7 +187,7 @@ def test_a_second_restore_at_the_same_time(store: Store, fake: FakeCriu, tmp_pat
     make(store, tmp_path)
     from warmhold_snapshot.folder import ALONE, locked
 
-    with locked(FOLDER, ALONE):
+    with locked(FOLDER, ALONE, "busy"):
         assert refusal(store).code == "snapshot.busy"
         assert not restore.wait_for_others(0.05)
     assert restore.wait_for_others(10)
