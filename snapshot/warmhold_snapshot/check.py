@@ -110,11 +110,11 @@ def require(points: Sequence[Point]) -> None:
 
 def estimate_bytes(root_pid: int, proc: Path = pids.PROC) -> int:
     """Given a tree's root, return what its artifact will have at most: its private memory, what it
-    swapped, its share of shared memory, and a tenth for all else."""
+    swapped, and a tenth for all else. Mapped weights do not count: they are given back first."""
     total_kib = 0
     for process in pids.read_tree(root_pid, proc):
         status = _read_status(proc / str(process.pid) / "status")
-        for name in ("RssAnon", "RssShmem", "VmSwap"):
+        for name in ("RssAnon", "VmSwap"):
             total_kib += int(status.get(name, "0 kB").split()[0])
     return total_kib * 1024 * 11 // 10
 

@@ -111,7 +111,7 @@ def create(
         check.require(check.conclude(points, check.estimate_bytes(root_pid), other_uid))
         before = scan(root_pid, limits.ghost_bytes)
         before_quiesce = [item for item in before.offenders if item.kind not in _GIVEN_BACK]
-        Scan(tuple(before_quiesce)).require_clean("")
+        Scan(tuple(before_quiesce)).require_clean("at all")
     with store.draft(name) as draft:
         began = time.monotonic()
         with _paused(engine, clock):

@@ -2,6 +2,8 @@
 """What a container must have: each right missing by itself, all at once, and the remedies."""
 
 import json
+import mmap
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,6 +82,17 @@ def test_what_is_read_here_is_concluded_from(tmp_path: Path) -> None:
     assert found.free_bytes > 0 and found.pid_max > 1000
     names = [point.name for point in check.conclude(found)]
     assert {"CAP_SYS_ADMIN", "seccomp", "criu", "disk"} <= set(names)
+
+
+def test_the_estimate_counts_private_memory_and_no_weights() -> None:
+    size = 64 << 20
+    before = check.estimate_bytes(os.getpid())
+    with mmap.mmap(-1, size, mmap.MAP_SHARED) as shared:
+        shared[:] = b"w" * size
+        assert check.estimate_bytes(os.getpid()) < before + size // 2
+    with mmap.mmap(-1, size, mmap.MAP_PRIVATE) as private:
+        private[:] = b"p" * size
+        assert check.estimate_bytes(os.getpid()) > before + size // 2
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
