@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How criu is called, and what it said when it failed. Nothing here knows what a snapshot is.
 
-The flags; without any of the first five a dump of `tests/contract/small_tree.py` fails:
+The flags; without any of the second to the fifth a dump of `tests/contract/small_tree.py` fails:
 --leave-running      the engine goes on serving after a dump
 --tcp-established    processes of one engine talk over loopback connections
 --skip-in-flight     connections that nobody accepted yet are not the snapshot's
