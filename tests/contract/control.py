@@ -8,6 +8,7 @@ parts; the last starts two API servers and does not run by default.
 """
 
 import json
+import socket
 import stat
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 import stand
 from serve import PORT, Server, count_mapped_segments, count_sockets
 from warmhold_wcache.control_client import ControlClient, ControlError
+from warmhold_wcache.protocol import encode
 
 LONG_S = 300.0  # the first log-probability compiles a kernel, and CPUs may be shared
 PROMPT = [*range(100, 108)]
@@ -124,11 +126,13 @@ def check_held() -> None:
         rounds = [(client.quiesce()["seconds"], client.resume()["seconds"]) for _ in range(5)]
         print(f"     five rounds: {rounds}", flush=True)
         check("tokens are equal still", server.complete("Water boils at", 16) == before[0])
+        check_leaving(server, client)
         check_without_vault(client, vault)
+        show_log(server)
+        check_stop(server)
     finally:
         server.stop()
         vault.stop()
-        show_log(server)
 
 
 def check_canary(server: Server, client: ControlClient) -> None:
@@ -153,6 +157,34 @@ def check_canary(server: Server, client: ControlClient) -> None:
     check("nothing is left of them", state["requests"] == state["engine_requests"] == 0, state)
 
 
+def connect(server: Server) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(str(server.control))
+    return sock
+
+
+def check_leaving(server: Server, client: ControlClient) -> None:
+    for verb in ("canary", "quiesce", "state"):
+        with connect(server) as sock:
+            sock.sendall(encode({"verb": verb, "prompt": [*range(256)]}))
+    deadline = time.monotonic() + 60
+    while client.state(LONG_S)["requests"] or count_sockets(server.control) > 1:
+        assert time.monotonic() < deadline
+    client.resume()  # whichever way the quiesce went
+    state = client.state(LONG_S)
+    check("clients that leave leave nothing behind", state["engine_requests"] == 0, state)
+    check("and it serves", server.complete("x", 1)[0] == 200)
+
+
+def check_stop(server: Server) -> None:
+    with connect(server):
+        began = time.monotonic()
+        server.stop()
+        seconds = time.monotonic() - began
+    code = server.process.returncode
+    check("quiesced, and with a silent client, it stops", code == 0, f"{code}, {seconds:.1f} s")
+
+
 def check_without_vault(client: ControlClient, vault: stand.Vault) -> None:
     client.quiesce()
     vault.stop()
@@ -169,9 +201,9 @@ def check_foreign() -> None:
         check("vLLM's own loader: unsupported", bool(state["unsupported"]), state)
         check("quiesce says so", code_of(client.quiesce) == "control.unsupported")
         check("and changes nothing", server.complete("x", 1)[0] == 200)
+        show_log(server)
     finally:
         server.stop()
-        show_log(server)
 
 
 def check_servers() -> None:
@@ -183,10 +215,10 @@ def check_servers() -> None:
         print(f"     {client.canary(LONG_S)}", flush=True)
         check("no quiesce", code_of(client.quiesce) == "control.unsupported", client.state(LONG_S))
         check("it serves", server.complete("x", 1)[0] == 200)
+        show_log(server)
     finally:
         server.stop()
         vault.stop()
-        show_log(server)
 
 
 def show_log(server: Server) -> None:
