@@ -5,7 +5,7 @@ import asyncio
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,12 @@ class FakeEngine:
     def count_requests(self) -> int:
         return 0
 
-    async def generate(self, prompt: Sequence[int] | None, request_id: str) -> Token:
+    async def generate(
+        self, prompt: Sequence[int] | None, with_logprob: bool, request_id: str
+    ) -> Token:
         self.prompt, self.request_id = prompt, request_id
         await self._act("generate")
-        return self.token
+        return self.token if with_logprob else replace(self.token, logprob=None)
 
     async def abort(self, request_id: str) -> None:
         assert request_id == self.request_id

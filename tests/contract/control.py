@@ -8,6 +8,7 @@ parts; the last starts two API servers and does not run by default.
 """
 
 import json
+import socket
 import stat
 import sys
 import threading
@@ -18,7 +19,9 @@ from typing import Any
 import stand
 from serve import PORT, Server, count_mapped_segments, count_sockets
 from warmhold_wcache.control_client import ControlClient, ControlError
+from warmhold_wcache.protocol import encode
 
+LONG_S = 300.0  # the first log-probability compiles a kernel, and CPUs may be shared
 PROMPT = [*range(100, 108)]
 WEIGHTS = ["--load-format", "warmhold", "--model-loader-extra-config"]
 failures: list[str] = []
@@ -60,7 +63,7 @@ def begin(server: Server, client: ControlClient, count: int) -> Background:
     """Start a completion, and return once the engine has it."""
     background = Background(server, count)
     deadline = time.monotonic() + 60
-    while not client.state()["engine_requests"]:
+    while not client.state(LONG_S)["engine_requests"]:
         assert time.monotonic() < deadline
     return background
 
@@ -81,7 +84,7 @@ def check_quiesced(server: Server, client: ControlClient) -> None:
     check("no canary", code_of(client.canary) == "control.quiesced")
     check("no segment is mapped", count_mapped_segments(server.process.pid) == 0)
     check("no connection is open", count_sockets(server.control) == 1)
-    state = client.state()
+    state = client.state(LONG_S)
     generations = [row for worker in state["workers"] for row in worker["generations"]]
     unmapped = bool(generations) and not any(row["mapped"] for row in generations)
     check("the state says so", state["quiesced"] and unmapped, state)
@@ -96,20 +99,20 @@ def check_held() -> None:
     try:
         mode = stat.S_IMODE(server.control.stat().st_mode)
         check("the socket's mode", mode == 0o600, oct(mode))
-        state = client.state()
+        state = client.state(LONG_S)
         segments = count_mapped_segments(server.process.pid)
         check("serving, with mapped weights", state["phase"] == "serving" and segments > 0, state)
         check_canary(server, client)
         before = [server.complete(text, 16) for text in ("Water boils at", "One, two, three,")]
         check("completions", all(status == 200 for status, _ in before))
-        long = begin(server, client, 200)
+        long = begin(server, client, 100)
         check("a drain that is too short", code_of(client.quiesce, 0.5) == "control.busy")
-        check("leaves the engine serving", client.state()["phase"] == "serving")
+        check("leaves the engine serving", client.state(LONG_S)["phase"] == "serving")
         check("meanwhile others are served", server.complete("x", 1)[0] == 200)
         status, tokens = long.join()
-        check("and cuts nothing", status == 200 and len(tokens) == 200, status)
+        check("and cuts nothing", status == 200 and len(tokens) == 100, status)
         short = begin(server, client, 20)
-        answer = client.quiesce(60)
+        answer = client.quiesce(LONG_S)
         print(f"     quiesced: {answer['seconds']}", flush=True)
         status, tokens = short.join()
         check("a drain waits for what runs", status == 200 and len(tokens) == 20, status)
@@ -119,54 +122,88 @@ def check_held() -> None:
         check("resumed", not answer["quiesced"] and not client.resume()["quiesced"], answer)
         after = [server.complete(text, 16) for text in ("Water boils at", "One, two, three,")]
         check("tokens and log-probabilities are equal", after == before)
-        check("the canary answers", client.canary()["ok"])
+        check("the canary answers", client.canary(LONG_S)["ok"])
         rounds = [(client.quiesce()["seconds"], client.resume()["seconds"]) for _ in range(5)]
         print(f"     five rounds: {rounds}", flush=True)
         check("tokens are equal still", server.complete("Water boils at", 16) == before[0])
+        check_leaving(server, client)
         check_without_vault(client, vault)
+        show_log(server)
+        check_stop(server)
     finally:
         server.stop()
         vault.stop()
-        show_log(server)
 
 
 def check_canary(server: Server, client: ControlClient) -> None:
     status, _, _ = server.http("GET", "/v1/models", key=None)
     check("HTTP without the key: 401", status == 401, status)
-    canary = client.canary()
-    print(f"     {canary}", flush=True)
-    same = client.canary()
+    bare = client.canary(LONG_S, with_logprob=False)
+    print(f"     without the log-probability: {bare}", flush=True)
+    canary = client.canary(LONG_S)
+    print(f"     with it, at first: {canary}", flush=True)
+    same = client.canary(LONG_S)
     check("the canary is the same again", same["logprob"] == canary["logprob"], same)
+    check("without it too", (bare["token"], bare["logprob"]) == (same["token"], None))
     _, ((text, logprob),) = server.complete(PROMPT, 1)
     check("and what HTTP answers", (text, logprob) == (canary["text"], canary["logprob"]), text)
-    check("a prompt of its own", client.canary(10, [1, 2, 3])["token"] >= 0)
+    check("a prompt of its own", client.canary(LONG_S, [1, 2, 3])["token"] >= 0)
     check("its limit", code_of(client.canary, 0.001) == "control.timeout")
     check(
-        "a token beyond the vocabulary", code_of(client.canary, 10, [1 << 30]) == "control.failed"
+        "a token beyond the vocabulary",
+        code_of(client.canary, LONG_S, [1 << 30]) == "control.failed",
     )
-    state = client.state()
+    state = client.state(LONG_S)
     check("nothing is left of them", state["requests"] == state["engine_requests"] == 0, state)
+
+
+def connect(server: Server) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(str(server.control))
+    return sock
+
+
+def check_leaving(server: Server, client: ControlClient) -> None:
+    for verb in ("canary", "quiesce", "state"):
+        with connect(server) as sock:
+            sock.sendall(encode({"verb": verb, "prompt": [*range(256)]}))
+    deadline = time.monotonic() + 60
+    while client.state(LONG_S)["requests"] or count_sockets(server.control) > 1:
+        assert time.monotonic() < deadline
+    client.resume()  # whichever way the quiesce went
+    state = client.state(LONG_S)
+    check("clients that leave leave nothing behind", state["engine_requests"] == 0, state)
+    check("and it serves", server.complete("x", 1)[0] == 200)
+
+
+def check_stop(server: Server) -> None:
+    with connect(server):
+        began = time.monotonic()
+        server.stop()
+        seconds = time.monotonic() - began
+    code = server.process.returncode
+    check("quiesced, and with a silent client, it stops", code == 0, f"{code}, {seconds:.1f} s")
 
 
 def check_without_vault(client: ControlClient, vault: stand.Vault) -> None:
     client.quiesce()
     vault.stop()
     check("without the vault, no resume", code_of(client.resume) == "control.failed")
-    check("it stays quiesced", client.state()["quiesced"])
+    check("it stays quiesced", client.state(LONG_S)["quiesced"])
 
 
 def check_foreign() -> None:
     server = Server()
     client = ControlClient(server.control)
     try:
-        print(f"     {client.canary()}", flush=True)
-        state = client.state()
+        print(f"     {client.canary(LONG_S)}", flush=True)
+        state = client.state(LONG_S)
         check("vLLM's own loader: unsupported", bool(state["unsupported"]), state)
         check("quiesce says so", code_of(client.quiesce) == "control.unsupported")
         check("and changes nothing", server.complete("x", 1)[0] == 200)
+        show_log(server)
     finally:
         server.stop()
-        show_log(server)
 
 
 def check_servers() -> None:
@@ -175,13 +212,13 @@ def check_servers() -> None:
     client = ControlClient(server.control)
     try:
         check("two API servers, one socket", count_sockets(server.control) == 1)
-        print(f"     {client.canary()}", flush=True)
-        check("no quiesce", code_of(client.quiesce) == "control.unsupported", client.state())
+        print(f"     {client.canary(LONG_S)}", flush=True)
+        check("no quiesce", code_of(client.quiesce) == "control.unsupported", client.state(LONG_S))
         check("it serves", server.complete("x", 1)[0] == 200)
+        show_log(server)
     finally:
         server.stop()
         vault.stop()
-        show_log(server)
 
 
 def show_log(server: Server) -> None:

@@ -24,6 +24,7 @@ async def test_canary_answers_its_token(tmp_path: Path) -> None:
         assert stand.engine.prompt is None
         await stand.ask(verb="canary", prompt=[1, 2])
         assert stand.engine.prompt == [1, 2]
+        assert (await stand.ask(verb="canary", logprob=False))["logprob"] is None
 
 
 @on_loop
@@ -101,6 +102,7 @@ async def test_state_has_a_limit(tmp_path: Path) -> None:
             for value in ([], "x", [1.5], [True], [-1], [1 << 40])
         ),
         {"verb": "canary", "prompt": [1] * 257},
+        {"verb": "canary", "logprob": 1},
     ],
     ids=repr,
 )

@@ -33,12 +33,19 @@ class ControlClient:
         self._timeout_s = timeout_s
 
     def canary(
-        self, limit_s: float = CANARY_S, prompt: Sequence[int] | None = None
+        self,
+        limit_s: float = CANARY_S,
+        prompt: Sequence[int] | None = None,
+        with_logprob: bool = True,
     ) -> dict[str, Any]:
         """Given a limit in seconds and token ids, generate one token greedily, past HTTP and its
-        key. Return token (its id), text, logprob and seconds."""
+        key. Return token (its id), text, logprob (None if not wanted) and seconds.
+
+        The first log-probability of a process costs it the compilation of a kernel: seconds with a
+        cache of it, tens of seconds without.
+        """
         more = {} if prompt is None else {"prompt": list(prompt)}
-        return self._ask("canary", limit_s, limit_s, **more)
+        return self._ask("canary", limit_s, limit_s, logprob=with_logprob, **more)
 
     def quiesce(self, drain_s: float = DRAIN_S) -> dict[str, Any]:
         """Given the drain's limit in seconds, refuse requests with 503, let those that run end, and

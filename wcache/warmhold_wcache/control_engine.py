@@ -17,11 +17,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token: its id, its text ("" without a tokenizer), its log-probability."""
+    """One generated token: its id, its text ("" without a tokenizer), and its log-probability where
+    that was asked for."""
 
     id: int
     text: str
-    logprob: float
+    logprob: float | None
 
 
 class Engine(Protocol):
@@ -36,7 +37,9 @@ class Engine(Protocol):
     def count_requests(self) -> int:
         """How many requests it has not finished."""
 
-    async def generate(self, prompt: Sequence[int] | None, request_id: str) -> Token:
+    async def generate(
+        self, prompt: Sequence[int] | None, with_logprob: bool, request_id: str
+    ) -> Token:
         """Given token ids, or None for a prompt of its own, return the likeliest next token."""
 
     async def abort(self, request_id: str) -> None:

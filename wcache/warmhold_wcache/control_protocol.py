@@ -57,6 +57,14 @@ def read_limit(body: Mapping[str, Any], default_s: float) -> float:
     return float(value)
 
 
+def read_flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Given a request, return one of its flags; raise WcacheError where it is none."""
+    value = body.get(name, default)
+    if not isinstance(value, bool):
+        raise malformed(f"{name} is neither true nor false")
+    return value
+
+
 def read_prompt(body: Mapping[str, Any]) -> list[int] | None:
     """Given a request, return its `prompt`, token ids, or None where it has none; raise WcacheError
     on a wrong one."""

@@ -21,6 +21,7 @@ from .control_protocol import (
     STATE_S,
     WORKERS_S,
     ControlError,
+    read_flag,
     read_limit,
     read_prompt,
 )
@@ -66,7 +67,8 @@ class Control:
         """Given a request, return its answer; raise WcacheError."""
         match body.get("verb"):
             case "canary":
-                return await self.canary(read_limit(body, CANARY_S), read_prompt(body))
+                limit_s, with_logprob = read_limit(body, CANARY_S), read_flag(body, "logprob", True)
+                return await self.canary(limit_s, read_prompt(body), with_logprob)
             case "quiesce":
                 return await self.quiesce(read_limit(body, DRAIN_S))
             case "resume":
@@ -75,9 +77,11 @@ class Control:
                 return await self.state(read_limit(body, STATE_S))
         raise malformed("no such verb; there are canary, quiesce, resume and state")
 
-    async def canary(self, limit_s: float, prompt: Sequence[int] | None = None) -> Answer:
+    async def canary(
+        self, limit_s: float, prompt: Sequence[int] | None, with_logprob: bool
+    ) -> Answer:
         """Given a limit and token ids (None: the engine's own), generate one token, and return
-        token (its id), text, logprob and seconds."""
+        token (its id), text, logprob (None where it is not asked for) and seconds."""
         if self._phase is not Phase.SERVING:
             raise ControlError("control.quiesced", f"the engine is {self._phase}", "resume first")
         began = _now()
@@ -85,7 +89,7 @@ class Control:
         request_id = f"warmhold-canary-{self._canaries}"
         self._gate.enter()
         try:
-            call = self._engine.generate(prompt, request_id)
+            call = self._engine.generate(prompt, with_logprob, request_id)
             token = await ask(self._engine, call, began + limit_s)
         except BaseException:
             with suppress(Exception):  # of a dead engine
@@ -93,7 +97,7 @@ class Control:
             raise
         finally:
             self._gate.leave()
-        if not math.isfinite(token.logprob):
+        if token.logprob is not None and not math.isfinite(token.logprob):
             detail = f"token {token.id} has the log-probability {token.logprob}"
             raise ControlError("control.failed", detail, "the weights are damaged; restart")
         return {

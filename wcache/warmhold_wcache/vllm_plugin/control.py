@@ -97,7 +97,9 @@ class VllmEngine:
         """How many requests this API server has given to the engine and not got back."""
         return int(self._client.get_num_unfinished_requests())
 
-    async def generate(self, prompt: Sequence[int] | None, request_id: str) -> Token:
+    async def generate(
+        self, prompt: Sequence[int] | None, with_logprob: bool, request_id: str
+    ) -> Token:
         """Given token ids, or None for a prompt of its own, return the likeliest next token;
         computed, not taken from the prefix cache."""
         from vllm import SamplingParams
@@ -109,7 +111,10 @@ class VllmEngine:
             size = self._client.model_config.get_vocab_size()
             prompt = [(_FIRST_TOKEN + index) % size for index in range(_TOKENS)]
         params = SamplingParams(
-            temperature=0.0, max_tokens=1, logprobs=0, skip_reading_prefix_cache=True
+            temperature=0.0,
+            max_tokens=1,
+            logprobs=0 if with_logprob else None,  # 0: of the chosen token alone
+            skip_reading_prefix_cache=True,
         )
         stream = self._client.generate(tokens_input(list(prompt)), params, request_id)
         choice = None
@@ -124,7 +129,8 @@ class VllmEngine:
         if choice is None or not choice.token_ids:
             raise ControlError("control.failed", "the engine generated nothing", "see its log")
         token = int(choice.token_ids[0])
-        return Token(token, choice.text, float(choice.logprobs[0][token].logprob))
+        logprob = float(choice.logprobs[0][token].logprob) if with_logprob else None
+        return Token(token, choice.text, logprob)
 
     async def abort(self, request_id: str) -> None:
         """End a request; one that is not there is fine."""
