@@ -43,6 +43,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.obstacle = ""
         self.dead = False
+        self.closed_idle = 0
         self.token = Token(7, " x", -0.5)
         self.held = asyncio.Event()
         self.release = asyncio.Event()
@@ -78,6 +79,9 @@ class FakeEngine:
     async def abort(self, request_id: str) -> None:
         assert request_id == self.request_id
         await self._act("abort")
+
+    def close_idle(self) -> None:
+        self.closed_idle += 1
 
     async def pause(self) -> None:
         await self._act("pause")

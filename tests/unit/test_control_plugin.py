@@ -82,3 +82,14 @@ async def test_a_path_that_cannot_be_costs_no_engine(
     plugin, _ = await start(make_client())
     assert plugin._task is None
     assert "no control socket at /nowhere/control.sock" in caplog.text
+
+
+def test_connections_are_shut_as_uvicorn_does() -> None:
+    shut: list[str] = []
+    connections = [SimpleNamespace(shutdown=lambda: shut.append("x"))]
+    app = SimpleNamespace(state=SimpleNamespace())
+    engine = VllmEngine(make_client(), app)
+    engine.close_idle()
+    app.state.server = SimpleNamespace(server_state=SimpleNamespace(connections=connections))
+    engine.close_idle()
+    assert shut == ["x"]

@@ -45,6 +45,9 @@ class Engine(Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request; one that is not there is fine."""
 
+    def close_idle(self) -> None:
+        """Close the connections of its clients on which no request runs."""
+
     async def pause(self) -> None:
         """Begin no request any more, and return when none runs."""
 

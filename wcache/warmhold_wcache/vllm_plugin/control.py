@@ -38,11 +38,13 @@ class ControlPlugin:
         self._path = os.environ.get(VARIABLE, "")
         self._gate = Gate()
         self._task: asyncio.Task[None] | None = None
+        self._app: Any = None
 
     def attach_router(self, app: Any) -> None:
         """Given the FastAPI app, put the gate in front of its routes: added before vLLM's own
         middlewares it is the innermost one, so that keys are checked first and CORS headers added.
         """
+        self._app = app
         if self._path:
             app.add_middleware(GateMiddleware, gate=self._gate)
 
@@ -58,7 +60,7 @@ class ControlPlugin:
         except OSError as error:
             _log.warning("no control socket at %s: %s", self._path, error)
             return
-        server = ControlServer(listener, Control(VllmEngine(engine_client), self._gate))
+        server = ControlServer(listener, Control(VllmEngine(engine_client, self._app), self._gate))
         self._task = asyncio.create_task(server.serve())
         _log.info("control socket at %s", self._path)
 
@@ -70,8 +72,9 @@ class VllmEngine:
     the next call.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, app: Any) -> None:
         self._client = client
+        self._app = app
 
     def find_obstacle(self) -> str:
         """Why its weights cannot be unmapped; "" where they can. Looks, and asks no worker: one
@@ -135,6 +138,16 @@ class VllmEngine:
     async def abort(self, request_id: str) -> None:
         """End a request; one that is not there is fine."""
         await self._client.abort(request_id)
+
+    def close_idle(self) -> None:
+        """Close connections on which no request runs; one that answers closes when it has.
+
+        uvicorn's own list of them, and what it does itself when it stops; vLLM keeps the server in
+        the app's state."""
+        server = getattr(self._app.state, "server", None)
+        if server is not None:
+            for connection in list(server.server_state.connections):
+                connection.shutdown()
 
     async def pause(self) -> None:
         """Begin no request any more, and return when none runs; cached prefixes are forgotten."""
