@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from warmhold_wcache.content import Content, read_cached_content
@@ -23,6 +23,7 @@ from .errors import Fault
 from .model import Model, find_model
 from .resident import Vault, read_vault
 from .settings import Settings
+from .snapshots import Snapshots
 
 BUILD_ID_FILE = Path("/opt/warmhold/build-id")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -52,6 +53,13 @@ class Facts:
     plugins: tuple[str, ...]
     cache_dir: str
     faults: tuple[Fault, ...]
+    # Read last, since it is compared with what would be started.
+    snapshots: Snapshots = field(default_factory=Snapshots)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """What was installed, by name."""
+        return {"vllm": self.vllm_version, "build": self.build_id}
 
     @property
     def cpus(self) -> int:

@@ -150,10 +150,11 @@ class Prober:
             self._stopped.wait(min(_PROGRESS_POLL_S, self._interval_s))
 
     def _wait_until_listening(self) -> bool:
-        while not self._stopped.wait(_START_POLL_S):
+        while not self._stopped.is_set():
             try:
                 probe_health(self._target, _HEALTH_TIMEOUT_S)
             except ProbeError:
+                self._stopped.wait(_START_POLL_S)
                 continue
             return True
         return False

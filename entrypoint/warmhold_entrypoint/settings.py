@@ -104,6 +104,14 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
             " `packed` is vLLM's own way and copies them."
         ),
     ] = "shared"
+    snapshot: Annotated[
+        Literal["manual", "off"],
+        _about("`manual`: `snapshot create` makes one, later starts restore it; `off`: neither."),
+    ] = "manual"
+    snapshot_verify: Annotated[
+        Literal["always", "metadata"],
+        _about("Before a restore compare every byte with its checksum, or names and sizes alone."),
+    ] = "always"
     metrics_port: Annotated[
         Port | None, _about("Serve Prometheus metrics of the supervision on this port (off).")
     ] = None

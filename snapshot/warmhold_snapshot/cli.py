@@ -6,6 +6,7 @@ question answered with no), 2 (usage), 77 (a right is missing).
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -54,6 +55,20 @@ def check(folder: Path, as_json: bool, estimate_mib: int, other_uid: bool, above
     sys.exit(0 if all(point.ok for point in points) else _RIGHTS)
 
 
+@cli.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def create(arguments: tuple[str, ...]) -> None:
+    """Make a snapshot of the running engine: [--name NAME] [--json]."""
+    _ask_runner("snapshot-create", arguments)
+
+
+@cli.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def restore(arguments: tuple[str, ...]) -> None:
+    """Restart the engine from a snapshot: [NAME], by default the newest that fits."""
+    _ask_runner("snapshot-restore", arguments)
+
+
 @cli.command(name="list")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.pass_obj
@@ -91,6 +106,15 @@ def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest usable snapshots."""
     for name in Store(folder).prune(keep):
         click.echo(f"removed {name}")
+
+
+def _ask_runner(command: str, arguments: tuple[str, ...]) -> NoReturn:
+    """The engine is the runner's, so that its own command does it."""
+    try:
+        os.execvp("warmhold", ["warmhold", command, *arguments])  # noqa: S606 - one program, no shell
+    except OSError as error:
+        detail = f"warmhold cannot be started: {error.strerror}"
+        raise SnapshotError("snapshot.no-runner", detail, "use the warmhold image") from error
 
 
 def render(rows: list[Listed]) -> str:

@@ -78,15 +78,15 @@ def resident(wanted: Settings, **changes: Any) -> Vault:
 @pytest.mark.parametrize(
     ("mode", "warm", "attempts", "rejections", "faults"),
     [
-        ("auto", False, ["disk"], ["snapshot.unsupported", "ipc_cache.absent"], []),
-        ("auto", True, ["ipc_cache", "disk"], ["snapshot.unsupported"], []),
+        ("auto", False, ["disk"], ["snapshot.absent", "ipc_cache.absent"], []),
+        ("auto", True, ["ipc_cache", "disk"], ["snapshot.absent"], []),
         ("disk", True, ["disk"], ["snapshot.not-wanted", "ipc_cache.not-wanted"], []),
         ("ipc_cache", True, ["ipc_cache"], ["snapshot.not-wanted", "disk.not-wanted"], []),
         (
             "snapshot",
             True,
             [],
-            ["snapshot.unsupported", "ipc_cache.not-wanted", "disk.not-wanted"],
+            ["snapshot.absent", "ipc_cache.not-wanted", "disk.not-wanted"],
             ["mode.unavailable"],
         ),
         (
@@ -163,7 +163,7 @@ def test_what_changes_no_weights_is_no_mismatch() -> None:
 
 def test_a_named_mode_fails_with_its_own_reason() -> None:
     (fault,) = decide(settings(MODE="snapshot"), FACTS).faults
-    assert fault.detail.startswith("snapshot: snapshot.unsupported: ")
+    assert fault.detail.startswith("snapshot: snapshot.absent: ")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 """The runner's table of states, and its patience between starts."""
 
 import pytest
-from warmhold_entrypoint.engine import back_off_s
+from warmhold_entrypoint.runner import back_off_s
 from warmhold_entrypoint.states import EDGES, State
 
 FINAL = {State.STOPPED, State.FAILED}
@@ -34,8 +34,14 @@ def test_the_last_states_are_final() -> None:
     assert {state for state, edges in EDGES.items() if not edges} == FINAL
 
 
-def test_serving_is_reached_by_trying_only() -> None:
-    assert {state for state, edges in EDGES.items() if State.SERVING in edges} == {State.TRYING}
+def test_serving_is_reached_by_trying_and_after_a_snapshot() -> None:
+    before = {state for state, edges in EDGES.items() if State.SERVING in edges}
+    assert before == {State.TRYING, State.SNAPSHOTTING}
+
+
+def test_a_snapshot_is_made_of_a_serving_engine_only() -> None:
+    before = {state for state, edges in EDGES.items() if State.SNAPSHOTTING in edges}
+    assert before == {State.SERVING}
 
 
 @pytest.mark.parametrize("state", sorted(set(State) - FINAL))

@@ -70,8 +70,9 @@ class ControlClient:
 
     def state(self, limit_s: float = STATE_S) -> dict[str, Any]:
         """Given a limit in seconds, return phase (serving, quiescing, held or quiesced), quiesced,
-        nonce (a text that only this process and what is restored from it hold), requests and engine_requests (how many), unsupported (why there can be no quiesce, or "")
-        and workers: for each its generations (id, bytes, segments, mapped) and detached."""
+        nonce (a text that only this process and what is restored from it hold), requests and
+        engine_requests (how many), unsupported (why there can be no quiesce, or "") and workers:
+        for each its generations (id, bytes, segments, mapped) and detached."""
         return self._ask("state", limit_s, limit_s)
 
     def _ask(self, verb: str, limit_s: float, longest_s: float, **more: Any) -> dict[str, Any]:

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine brought back from a snapshot: the act, in a thread of its own, and the process then.
+
+The runner's loop goes on meanwhile; everything here is bounded by time limits of its own.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from warmhold_snapshot.artifact import Store
+from warmhold_snapshot.errors import SnapshotError
+from warmhold_snapshot.mark import clear_mark, write_mark
+from warmhold_snapshot.restore import Restored, restore
+from warmhold_wcache.control_client import ControlError
+
+from .conf import CONTROL_SOCKET, VAULT_SOCKET
+from .phases import Phases
+from .resident import read_vault
+from .settings import Settings
+from .snapshot_engine import ControlledEngine
+from .snapshots import FOLDER, split_generations
+
+_VAULT_S = 5.0
+_VAULT_POLL_S = 0.05
+
+
+class AdoptedChild:
+    """A restored tree's first process: a child of this one that it has not started."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the status (a signal n as -n), or None while it lives."""
+        if self._status is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else has reaped it
+                pid, status = self.pid, signal.SIGKILL
+            if pid == self.pid:
+                self._status = os.waitstatus_to_exitcode(status)
+                os.close(self._pidfd)
+        return self._status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the status once it has ended; raise subprocess.TimeoutExpired."""
+        if self._status is None:
+            # A pidfd becomes readable when its process has ended, reaped or not.
+            select.select([self._pidfd], [], [], timeout)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return status
+
+    def send_signal(self, sig: int) -> None:
+        """Signal it if it lives."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, sig)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be restored: the artifact `name` in `folder`, whose engine has the `control`
+    socket and whose weights the `vault` socket hands out; every byte is verified with
+    `checksums`."""
+
+    folder: Path
+    name: str
+    control: Path
+    vault: Path
+    checksums: bool
+
+
+def build_wish(settings: Settings, name: str) -> Wish:
+    """Given settings and an artifact's name, return what is to be restored."""
+    env = settings.env
+    return Wish(
+        folder=env.state_dir / FOLDER,
+        name=name,
+        control=env.run_dir / CONTROL_SOCKET,
+        vault=env.run_dir / VAULT_SOCKET,
+        checksums=env.snapshot_verify == "always",
+    )
+
+
+class Restoration:
+    """One restore. Owns a thread, the pipe of the engine's log, and until `process` is taken the
+    tree. `wake` is called at its end."""
+
+    def __init__(self, wish: Wish, wake: Callable[[], None]) -> None:
+        self.reader, self._writer = os.pipe()
+        self.done = False
+        self.error: SnapshotError | None = None
+        self.process: AdoptedChild | None = None
+        self.current = "vault"
+        self.weights: dict[str, object] = {}
+        self._wish = wish
+        self._wake = wake
+        self._began = self._last = time.monotonic()
+        self._seconds: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._run, name="restore", daemon=True)
+        self._thread.start()
+
+    def see_line(self, line: bytes) -> None:
+        """A restored engine's lines end no phase."""
+
+    def see_listening(self) -> None:
+        """It listens from the first moment."""
+
+    def finish(self) -> Phases:
+        """The first token has come: close the last phase and return all."""
+        self._close("first_token", "")
+        return Phases(dict(self._seconds), self._last - self._began)
+
+    def _run(self) -> None:
+        try:
+            self._restore()
+        except SnapshotError as error:
+            self.error = error
+        except ControlError as error:
+            code = "snapshot.weights-absent" if self.current == "weights" else "snapshot.canary"
+            self.error = SnapshotError(code, str(error), error.remedy)
+        except Exception as error:  # a bug here must not cost the engine's next rung
+            self.error = SnapshotError("snapshot.restore", repr(error), "please report it")
+        finally:
+            os.close(self._writer)
+            self.done = True
+            self._wake()
+
+    def _restore(self) -> None:
+        wish = self._wish
+        store = Store(wish.folder)
+        _require_weights(split_generations(store.read(wish.name)), wish.vault)
+        self._close("vault", "image")
+        restored = restore(store, wish.name, self._writer, checksums=wish.checksums)
+        self.process = AdoptedChild(restored.pid, restored.pidfd)
+        self._close("image", "weights")
+        self._split_image(restored.phases)
+        engine = ControlledEngine(wish.control)
+        engine.resume()
+        self._close("weights", "canary")
+        engine.require_canary(restored.manifest.canary)
+        self._tell_weights(engine, restored)
+        clear_mark(store.path(wish.name))
+        self._close("canary", "first_token")
+
+    def _tell_weights(self, engine: ControlledEngine, restored: Restored) -> None:
+        found = engine.generations()
+        self.weights = {
+            "mode": "ipc_cache",
+            "bytes": sum(found.values()),
+            "seconds": self._seconds["weights"],
+            "loads": len(found),
+            "code": "",
+            "reason": "",
+            "fields": [],
+            "published": [],
+            "not_published": "",
+        }
+
+    def _split_image(self, phases: Mapping[str, float]) -> None:
+        """The checksums are a phase of their own."""
+        verify_s = phases.get("verify", 0.0)
+        image_s = self._seconds.pop("image")
+        self._seconds["verify"] = verify_s
+        self._seconds["image"] = image_s - verify_s
+
+    def _close(self, name: str, following: str) -> None:
+        now = time.monotonic()
+        self._seconds[name] = now - self._last
+        self._last, self.current = now, following
+
+
+def mark_failed(wish: Wish, error: SnapshotError, circumstances: Mapping[str, str]) -> None:
+    """Given what was to be restored and why it could not be, keep that beside the artifact; one
+    that is gone needs no mark."""
+    with suppress(OSError, SnapshotError):
+        write_mark(Store(wish.folder).path(wish.name), error, dict(circumstances))
+
+
+def _require_weights(wanted: set[str], socket: Path) -> None:
+    """Raise SnapshotError `snapshot.weights-absent` where the vault does not hold all generations;
+    one that is just starting is waited for."""
+    deadline = time.monotonic() + _VAULT_S
+    while wanted:
+        vault = read_vault(socket)
+        absent = wanted - {row["id"] for row in vault.rows}
+        if not absent:
+            return
+        if vault.code not in ("loading", "absent", "dead-socket") or time.monotonic() > deadline:
+            detail = vault.detail or f"the vault does not hold {', '.join(sorted(absent))}"
+            remedy = "none: another mode loads them"
+            raise SnapshotError("snapshot.weights-absent", detail, remedy)
+        time.sleep(_VAULT_POLL_S)

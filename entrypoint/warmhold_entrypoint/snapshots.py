@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots as facts: which artifact fits what would be started now, and what is against others.
+
+Reads only, within milliseconds: manifests are read and compared, image files are not touched, and
+no program but `criu --version` is run. Nothing here decides: `plan.decide` does.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import warmhold_wcache
+from warmhold_snapshot import check, criu, identity
+from warmhold_snapshot.artifact import Store
+from warmhold_snapshot.errors import SnapshotError
+from warmhold_snapshot.identity import Difference
+from warmhold_snapshot.manifest import Manifest
+from warmhold_snapshot.mark import read_mark
+from warmhold_wcache.key import compare as compare_keys
+
+from .resident import Vault
+from .settings import Settings
+
+FOLDER = "snapshots"
+GENERATIONS = "generations"  # among a manifest's notes: the weights that its engine had mapped
+_TLS_FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
+# What differs between two containers of one configuration, or names the user of a shell.
+_VOLATILE = re.compile(
+    r"HOSTNAME|PWD|OLDPWD|SHLVL|TERM|_|HF_TOKEN|HUGGING_FACE_HUB_TOKEN|SUPERVISOR_\w+"
+    r"|KUBERNETES_\w+|\w+_SERVICE_(HOST|PORT)\w*|\w+_PORT_\d+_(TCP|UDP)\w*"
+)
+_CREATE = "run `snapshot create` in the container while the engine serves"
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """What there is: `name` is the newest artifact that can be restored, or `code` says why none
+    can. `identity` is that of what would be started now (empty where there can be no artifact),
+    `circumstances` what a failed restore may have depended on, `revoked` the names of artifacts
+    that hold a secret which has changed since."""
+
+    code: str = "snapshot.absent"
+    detail: str = "there is none yet"
+    remedy: str = _CREATE
+    name: str = ""
+    identity: Mapping[str, str] = field(default_factory=dict)
+    circumstances: Mapping[str, str] = field(default_factory=dict)
+    revoked: tuple[str, ...] = ()
+
+
+def read_snapshots(
+    settings: Settings,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    versions: Mapping[str, str],
+    key: Mapping[str, str],
+    vault: Vault,
+    wanted: str = "",
+) -> Snapshots:
+    """Given the engine's argv and environment, version ids, the launch key of its weights and what
+    the vault holds, return what there is. With a `wanted` name no other artifact counts, and that
+    one does although a restore of it failed before."""
+    env = settings.env
+    if env.snapshot == "off":
+        return Snapshots("snapshot.off", "WARMHOLD_SNAPSHOT=off", "set WARMHOLD_SNAPSHOT=manual")
+    if missing := check.find_missing_rights(bool(env.engine_uid)):
+        detail = ", ".join(point.name for point in missing)
+        remedy = "; ".join(point.remedy for point in missing)
+        return Snapshots("snapshot.rights-missing", detail, remedy)
+    folder = env.state_dir / FOLDER
+    if not folder.is_dir():
+        return Snapshots()
+    try:
+        store = Store(folder)
+        now = identity.collect_identity(
+            key=store.key,
+            criu_version=criu.read_version(),
+            versions={**versions, "python": platform.python_version(), "code": digest_code()},
+            argv=argv,
+            environment={
+                name: identity.digest(store.key, text)
+                for name, text in environment.items()
+                if not _VOLATILE.fullmatch(name)
+            },
+            secrets=collect_secrets(settings),
+            weights=json.dumps(dict(key)),
+        )
+        return judge(store, now, read_circumstances(vault), vault, wanted)
+    except SnapshotError as error:
+        return Snapshots(error.code, error.detail, error.remedy or _CREATE)
+
+
+def judge(
+    store: Store,
+    now: Mapping[str, str],
+    circumstances: Mapping[str, str],
+    vault: Vault,
+    wanted: str = "",
+) -> Snapshots:
+    """Given the store, the identity and circumstances now and the vault, return the newest artifact
+    that fits, or what is against the newest."""
+    against: list[tuple[str, str, str]] = []
+    revoked = []
+    fits = ""
+    for name, manifest in _read_manifests(store, wanted):
+        if isinstance(manifest, SnapshotError):
+            against.append((manifest.code, f"{name}: {manifest.detail}", manifest.remedy))
+            continue
+        differences = find_differences(manifest.identity, now)
+        if any(item.field.startswith("secret.") for item in differences):
+            revoked.append(name)
+        if not fits:
+            reason = _reason_against(store, manifest, differences, circumstances, vault, wanted)
+            if reason is None:
+                fits = name
+            else:
+                against.append(reason)
+    if fits:
+        code, detail, remedy = "", f"{fits} fits", ""
+    elif against:
+        code, detail, remedy = against[0]
+    else:
+        code, detail, remedy = "snapshot.absent", "there is none yet", _CREATE
+        if wanted:
+            detail, remedy = f"no snapshot {wanted}", "see `snapshot list`"
+    return Snapshots(code, detail, remedy, fits, now, circumstances, tuple(revoked))
+
+
+def find_differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[Difference]:
+    """Given two identities, return the fields that differ. Launch keys of the same weights may
+    differ as texts: what the digest of a checkpoint is becomes known in its first load."""
+    if not compare_keys(json.loads(then["weights"]), json.loads(now["weights"])):
+        now = {**now, "weights": then["weights"]}
+    return identity.compare(then, now)
+
+
+def read_circumstances(vault: Vault) -> dict[str, str]:
+    """Return what a restore may fail for that is no part of an engine's identity: this container,
+    its /dev/shm, and what the vault holds."""
+    started = Path("/proc/1/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    shm = os.statvfs("/dev/shm")
+    return {
+        "container": f"{boot} {platform.node()} {started}",
+        "shm_bytes": str(shm.f_blocks * shm.f_frsize),
+        "weights": " ".join(sorted(row["id"] for row in vault.rows)),
+    }
+
+
+def collect_secrets(settings: Settings) -> dict[str, str]:
+    """Given settings, return what an artifact must not outlive: API keys, and the TLS files' bytes
+    as digests."""
+    secrets = {f"api_key.{number}": key for number, key in enumerate(settings.api_keys)}
+    for option in _TLS_FILES:
+        if path := settings.arguments.value(option):
+            try:
+                content = Path(path).read_bytes()
+            except OSError:
+                content = b""
+            secrets[option.strip("-")] = hashlib.sha256(content).hexdigest()
+    return secrets
+
+
+def digest_code() -> str:
+    """Return a digest of warmhold's code in the engine: it lives on in a snapshot."""
+    found = hashlib.sha256()
+    folder = Path(warmhold_wcache.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)} ".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def split_generations(manifest: Manifest) -> set[str]:
+    """Given a manifest, return the ids of the generations that its engine maps."""
+    return set(manifest.notes.get(GENERATIONS, "").split())
+
+
+def _read_manifests(store: Store, wanted: str) -> list[tuple[str, Manifest | SnapshotError]]:
+    """Every artifact with its manifest, the newest first, and then those that cannot be read."""
+    found: list[tuple[str, Manifest | SnapshotError]] = []
+    for name in store.names():
+        if wanted in ("", name):
+            try:
+                found.append((name, store.read(name)))
+            except SnapshotError as error:
+                found.append((name, error))
+    return sorted(
+        found,
+        key=lambda item: item[1].created if isinstance(item[1], Manifest) else "",
+        reverse=True,
+    )
+
+
+def _reason_against(
+    store: Store,
+    manifest: Manifest,
+    differences: Sequence[Difference],
+    circumstances: Mapping[str, str],
+    vault: Vault,
+    wanted: str,
+) -> tuple[str, str, str] | None:
+    """Code, detail and remedy where an artifact cannot be restored now."""
+    name = manifest.name
+    if differences:
+        detail = f"{name}: " + "; ".join(item.line() for item in differences)
+        return "snapshot.identity-mismatch", detail, _CREATE
+    mark = read_mark(store.path(name))
+    if mark is not None and not wanted and mark.circumstances == circumstances:
+        detail = f"{name}: {mark.code}: {mark.detail}"
+        remedy = f"`snapshot restore {name}` tries it again; or create a new one"
+        return "snapshot.marked-failed", detail, remedy
+    resident = {row["id"] for row in vault.rows}
+    if vault.code != "loading" and (absent := split_generations(manifest) - resident):
+        detail = f"{name}: the vault does not hold {', '.join(sorted(absent))}"
+        remedy = "none: another mode loads them; a new container's vault is empty"
+        return "snapshot.weights-absent", detail, remedy
+    return None

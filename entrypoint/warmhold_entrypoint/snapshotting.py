@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runner does for snapshots beside its engine: one in the making, from order to answer."""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from warmhold_snapshot import pids
+from warmhold_snapshot.artifact import Store
+from warmhold_snapshot.errors import SnapshotError
+
+from .conf import CONTROL_SOCKET
+from .errors import Fault
+from .log import Log
+from .loop import Loop
+from .making import Making
+from .orders import Order
+from .plan import Plan
+from .settings import Settings
+from .snapshots import FOLDER
+
+# A new container's own processes stay far below, so that these numbers are free there.
+_PIDS_ABOVE = 3000
+_DRAIN_S = 30.0
+
+_log = Log("snapshot")
+
+
+class Snapshotting:
+    """One snapshot of the running engine. Owns its maker, and the order until it is answered."""
+
+    def __init__(self, order: Order, settings: Settings, plan: Plan, pid: int, loop: Loop) -> None:
+        self.name = order.name or f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        self.over = False
+        self._interrupted = False
+        self._order = order
+        self._loop = loop
+        self._result: Mapping[str, Any] = {}
+        request = {
+            "act": "create",
+            "pid": pid,
+            "name": self.name,
+            "folder": str(settings.env.state_dir / FOLDER),
+            "control": str(settings.env.run_dir / CONTROL_SOCKET),
+            "drain_s": _DRAIN_S,
+            "identity": dict(plan.snapshots.identity),
+            "other_uid": bool(settings.env.engine_uid),
+        }
+        self._making = Making(request, loop)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the engine may be held; once it is resumed only checksums are computed."""
+        return not (self.over or self._making.resumed)
+
+    def interrupt(self) -> None:
+        """Give up; the engine is resumed first. A second interrupt would interrupt that."""
+        if not self._interrupted:
+            self._interrupted = True
+            self._making.interrupt()
+
+    def follow(self) -> Fault | None:
+        """Look how far it is; return a fault where the engine does not serve again.
+
+        A maker that ended without a word may have left the engine held: another one resumes it.
+        """
+        if self.over or not self._making.ended:
+            return None
+        making, result = self._making, self._making.finish()
+        if making.request["act"] == "resume":
+            self._end()
+            return None if result["ok"] else Fault.of(result)
+        self._result = result
+        if result.get("code") == "snapshot.killed" and not making.resumed:
+            _log.warning("the maker of a snapshot was killed, resuming the engine")
+            self._making = Making({**making.request, "act": "resume"}, self._loop)
+            return None
+        self._end()
+        return Fault.of(result) if result.get("code") == "snapshot.resume" else None
+
+    def abandon(self) -> None:
+        """The engine has ended: end the maker too, and say so."""
+        if not self.over:
+            result = self._making.finish()
+            self._result = self._result or result
+            self._end()
+
+    def _end(self) -> None:
+        self.over = True
+        result = self._result
+        if result["ok"]:
+            shown = ("pause_s", "frozen_s", "image_bytes")
+            _log.info("snapshot made", name=self.name, **{name: result[name] for name in shown})
+        else:
+            _log.warning("no snapshot", code=result["code"], detail=result["detail"])
+        self._order.answer(result)
+
+
+def raise_pids(plan: Plan) -> None:
+    """Before an engine is started, let its process ids come out high, where it may be snapshotted.
+
+    Where that fails the engine starts all the same, and a restore may find its numbers taken.
+    """
+    if plan.snapshots.identity:
+        try:
+            pids.raise_cursor(_PIDS_ABOVE)
+        except SnapshotError as error:
+            _log.warning("low process ids", code=error.code, detail=error.detail)
+
+
+def remove_revoked(settings: Settings, plan: Plan) -> None:
+    """Remove the artifacts that hold a secret which has changed since: a revoked key must not come
+    back to life."""
+    for name in plan.snapshots.revoked:
+        try:
+            Store(settings.env.state_dir / FOLDER).remove(name)
+            _log.info("removed a snapshot that holds a changed secret", name=name)
+        except (OSError, SnapshotError) as error:
+            _log.error("a snapshot with a changed secret stays", name=name, detail=str(error))
