@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from warmhold_entrypoint import , pid1runner
+from warmhold_entrypoint import pid1, runner
 from warmhold_entrypoint.settings import FIELDS, PREFIX, SECRETS, read_settings
 
 ROOT = Path(__file__).parents[2]
