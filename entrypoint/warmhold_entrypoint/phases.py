@@ -15,7 +15,8 @@ _COMPILE = "compile"
 _MARKS = (
     ("imports", re.compile(rb"non-default args:")),
     ("engine_init", re.compile(rb"Starting to load model|Loading model from scratch")),
-    ("weights", re.compile(rb"Loading weights took|Model loading took")),
+    # The last one is our loader's, after all that it does; there may be several workers.
+    ("weights", re.compile(rb"Loading weights took|Model loading took|\] weights mode=")),
     (
         _COMPILE,
         re.compile(
@@ -54,8 +55,8 @@ class PhaseClock:
         self._next = 0
 
     def see_line(self, line: bytes) -> None:
-        """Given a line of the engine's log, close the phase that it ends."""
-        for index in range(self._next, len(_MARKS)):
+        """Given a line of the engine's log, close the phase that it ends, or the last one again."""
+        for index in range(max(0, self._next - 1), len(_MARKS)):
             _, pattern = _MARKS[index]
             if pattern is not None and pattern.search(line):
                 self._close(index)
@@ -80,7 +81,10 @@ class PhaseClock:
         """End the phase with this index; its time counts unless another one's end was missed."""
         now = self._now()
         missed = {name for name, _ in _MARKS[self._next : index]} - _OPTIONAL
+        name = _MARKS[index][0]
+        if index < self._next:
+            missed = set() if name in self._seconds else {name}
         if not missed:
-            self._seconds[_MARKS[index][0]] = now - self._last
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
         self._last = now
         self._next = index + 1

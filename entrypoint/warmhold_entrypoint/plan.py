@@ -18,8 +18,8 @@ from .facts import Facts
 from .log import redact_argv
 from .settings import MODES, Settings
 
-# Reasons against a hit that may be wrong: the loader looks for itself.
-_FORECASTS = ("ipc_cache.loading", "ipc_cache.key-mismatch")
+# Reasons that are no fault where ipc_cache is demanded: the loader waits, and compares all fields.
+_FORECASTS = ("ipc_cache.loading", "ipc_cache.hung", "ipc_cache.key-mismatch")
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ def _reason_against(mode: str, settings: Settings, miss: Rejection | None) -> Re
 def _choose_source(mode: str, settings: Settings, miss: Rejection | None) -> str:
     """Where the loader of an attempt may take weights from: disk, ipc_cache or auto.
 
-    The forecast may be wrong either way, so in `auto` the loader looks for itself: a miss is a load
-    from disk in the same process, never a second start. Disk alone follows an attempt that failed.
+    The forecast is made within a moment and may be wrong, so in `auto` the loader looks for itself:
+    a miss is a load from disk in the same process, never a second start. Disk alone follows an
+    attempt that failed.
     """
     if settings.env.mode != "auto":
         return mode
-    if mode == "ipc_cache" or (miss and miss.code in ("ipc_cache.absent", *_FORECASTS)):
-        return "auto"
-    return "disk"
+    is_second_try = mode == "disk" and miss is None
+    return "disk" if is_second_try or settings.env.wcache == "off" else "auto"

@@ -33,12 +33,15 @@ _READERS = ("auto", "hf", "safetensors", "pt", "npcache", "mistral", "dummy")
 _SOURCES = ("disk", "ipc_cache", "auto")
 # The loader's own names: who gives one of them chooses for himself where weights come from.
 OWN_FORMATS = ("warmhold", "ipc_cache")
-_LOOK = "see `supervisorctl status wcache` and the container's log"
+_LOOK = "see the container's log"
 _REMEDIES = {
     "off": "set WARMHOLD_WCACHE=vault",
     "loading": "none: the loader waits for it",
     "absent": "set WARMHOLD_MODE=auto, or preload: a new container's vault is empty",
     "other-uid": "run warmhold as the vault's user",
+    "hung": "see `supervisorctl status wcache`, and restart it: no weights are lost by that",
+    "dead-socket": "see `supervisorctl status wcache`",
+    "key-mismatch": "none: the loader compares all of it",
 }
 
 
@@ -144,7 +147,7 @@ def find_miss(settings: Settings, vault: Vault, wanted: Mapping[str, str]) -> Re
     fields = [f"{name} ({_shorten(old)} → {_shorten(new)})" for name, (old, new) in nearest.items()]
     more = f" and {len(fields) - 4} more" if len(fields) > 4 else ""
     detail = f"resident weights differ in {', '.join(fields[:4])}{more}"
-    return _miss("key-mismatch", detail, "none: the loader compares all of it")
+    return _miss("key-mismatch", detail, _REMEDIES["key-mismatch"])
 
 
 def no_room(fault: Fault) -> Rejection:
@@ -225,5 +228,5 @@ def correct(rejections: Sequence[Rejection], found: Mapping[str, Any]) -> tuple[
         return tuple(others)
     if found["code"]:
         code = found["code"].removeprefix("wcache.")
-        return (*others, _miss(code, found["reason"], "see the engine's log"))
+        return (*others, _miss(code, found["reason"], _REMEDIES.get(code, _LOOK)))
     return tuple(rejections)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots of a running engine. Mechanics only: nothing here chooses a mode. Empty so far."""
+"""Snapshots of a running engine. Mechanics only: nothing here chooses a mode or reads a setting."""

@@ -126,7 +126,7 @@ def test_one_tree_after_five_kills(real: RealStack, kind: str) -> None:
 
 def kill_once(real: RealStack, kind: str) -> None:
     status = real.wait_ready()
-    before = (kinds(real), len(real.shm_files()), real.anonymous_bytes())
+    before = (kinds(real), real.shm_files(), real.anonymous_bytes())
     old = set(real.tree())
     assert real.run("kill", "-9", str(find(real, kind)))[0] == 0
     after = real.wait_ready(starts=status["starts"] + 1)
@@ -136,7 +136,7 @@ def kill_once(real: RealStack, kind: str) -> None:
     assert len(real.vault()) == 1
     assert kinds(real) == before[0] == dict.fromkeys(KINDS, 1)
     assert not old & set(real.tree())
-    assert len(real.shm_files()) == before[1]
+    assert len(real.shm_files()) == len(before[1]), (before[1], real.shm_files())
     memory = real.anonymous_bytes()
     assert memory < 1.25 * before[2]
     KILLS.append(Kill(kind, after["total_s"], before[2] >> 20, memory >> 20))

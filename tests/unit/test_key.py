@@ -89,6 +89,8 @@ def test_known_content_outweighs_the_version_of_files() -> None:
     # Nothing has read the present version: it may be another content.
     assert list(compare(_key("m"), _key("m", content=Content("", (touched,))))) == ["files"]
     assert not compare(_key("m"), _key("m", content=Content("", (VERSION,))))
+    # Published before anything had read it.
+    assert not compare(_key("m", content=Content("", (VERSION,))), _key("m"))
 
 
 def test_it_takes_milliseconds(tmp_path: Path) -> None:

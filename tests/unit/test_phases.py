@@ -40,6 +40,7 @@ EAGER = [
     (42.8, "(EngineCore pid=212) WARNING [vllm.py:1703] Enforce eager set, disabling torch"),
     (44.0, "INFO:     Application startup complete."),
 ]  # fmt: skip
+OURS = "(Worker pid=628) INFO 11-30 04:31:18 [loader.py:108] weights mode="
 LISTENING_S, FIRST_TOKEN_S = 130.0, 131.5
 
 
@@ -104,6 +105,20 @@ def test_an_eager_start_has_no_compile_phase() -> None:
         api=88.5,
         first_token=1.5,
     )
+
+
+def test_publishing_belongs_to_the_weights() -> None:
+    lines = [*EAGER[:5], (40.7, f"{OURS}disk bytes=1 content_s=0.163"), *EAGER[5:]]
+    phases, _ = replay(lines)
+    assert phases.seconds["weights"] == pytest.approx(2.5)
+    assert phases.seconds["warmup"] == pytest.approx(0.8)
+
+
+def test_a_hit_has_a_weight_phase() -> None:
+    lines = [*EAGER[:4], (38.3, f"{OURS}ipc_cache bytes=1 fetch_s=0.02"), *EAGER[5:]]
+    phases, _ = replay(lines)
+    assert phases.seconds["weights"] == pytest.approx(0.1)
+    assert phases.unaccounted_s == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,7 @@ def test_modes(
 @pytest.mark.parametrize(
     ("mode", "code", "source"),
     [
-        *(("auto", code, "auto") for code in ("loading", "absent")),
-        *(("auto", code, "disk") for code in ("hung", "dead-socket", "other-uid", "off")),
+        *(("auto", code, "auto") for code in ("loading", "absent", "hung", "dead-socket")),
         ("disk", "hung", "disk"),
         ("ipc_cache", "loading", "ipc_cache"),
     ],

@@ -130,8 +130,8 @@ def compare(resident: Mapping[str, str], wanted: Mapping[str, str]) -> Differenc
     one."""
     same_content = bool(wanted.get("content")) and resident.get("content") == wanted["content"]
     ignored = {"files"} if same_content else set()
-    if not wanted.get("content") and "files" in wanted:
-        ignored = {"content"}  # nothing has read this version yet: the versions decide
+    if "files" in wanted and not (wanted.get("content") and resident.get("content")):
+        ignored = {"content"}  # one of them was made before the files were read: versions decide
     return {
         field: (resident.get(field), wanted.get(field))
         for field in sorted({*resident, *wanted} - ignored)

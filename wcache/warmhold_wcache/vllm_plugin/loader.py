@@ -294,11 +294,18 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
                 if self.options.cpu_linear == CpuLinear.SHARED:
                     with outcome.phase("pack"):
                         prepare_shared(model)
-                publish(model, model_config, key, changed, self.options, outcome)
+                publish(model, model_config, key, changed, self._with_content(content), outcome)
             with device:
                 process_weights_after_loading(model, model_config, device)
             gc.collect()
         return model.eval()
+
+    def _with_content(self, content: Content | None) -> Options:
+        """The settings with the content in the launch key: before a first load nobody knows it."""
+        if content is None or "content" not in self.options.launch_key:
+            return self.options
+        launch_key = {**self.options.launch_key, "content": content.digest}
+        return replace(self.options, launch_key=launch_key)
 
     def _device(self, vllm_config: Any) -> torch.device:
         return torch.device(self.load_config.device or vllm_config.device_config.device)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `snapshot`: what can be made here, and what there is.
+
+The only place of the package that catches SnapshotError and ends with an exit code: 0, 1 (a
+question answered with no), 2 (usage), 77 (a right is missing).
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+import msgspec
+
+from . import check as checks
+from .artifact import Listed, Store
+from .errors import SnapshotError
+from .manifest import Manifest
+from .mark import read_mark
+
+FOLDER = Path("/var/lib/warmhold/snapshots")
+_FAILED, _USAGE, _RIGHTS = 1, 2, 77
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default=FOLDER,
+    show_default=True,
+    help="Where snapshots lie.",
+)
+@click.pass_context
+def cli(context: click.Context, folder: Path) -> None:
+    """Snapshots of the running engine."""
+    context.obj = folder
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--estimate-mib", type=click.IntRange(0), default=0, help="Expected size, MiB.")
+@click.option("--other-uid", is_flag=True, help="The engine runs as another user than root.")
+@click.option(
+    "--above-pid", type=click.IntRange(0), default=0, help="The engine's PIDs are higher."
+)
+@click.pass_obj
+def check(folder: Path, as_json: bool, estimate_mib: int, other_uid: bool, above_pid: int) -> None:
+    """Tell whether this container can make and restore snapshots."""
+    found = checks.read_found(folder)
+    points = checks.conclude(found, estimate_mib << 20, other_uid, above_pid)
+    answer = json.dumps(checks.to_json(points), indent=2) if as_json else checks.render(points)
+    click.echo(answer)
+    sys.exit(0 if all(point.ok for point in points) else _RIGHTS)
+
+
+@cli.command(name="list")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.pass_obj
+def list_(folder: Path, as_json: bool) -> None:
+    """List the snapshots, the newest first."""
+    rows = Store(folder).rows()
+    click.echo(msgspec.json.encode(rows).decode() if as_json else render(rows))
+
+
+@cli.command()
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="The manifest as JSON.")
+@click.option("--verify", is_flag=True, help="Compare every byte with its checksum.")
+@click.pass_obj
+def inspect(folder: Path, name: str, as_json: bool, verify: bool) -> None:
+    """Show what a snapshot is, and whether all of it is there."""
+    store = Store(folder)
+    manifest = store.read(name)
+    store.verify(manifest, checksums=verify)
+    mark = read_mark(store.path(name))
+    if as_json:
+        shown = {"manifest": manifest, "failed": mark, "verified": verify}
+        click.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
+        return
+    click.echo(describe(manifest))
+    click.echo(f"files     {len(manifest.files)}, {'every byte' if verify else 'sizes'} as written")
+    if mark:
+        click.echo(f"failed    {mark.at} {mark.code}: {mark.detail}")
+
+
+@cli.command()
+@click.option("--keep", type=click.IntRange(0), required=True, help="How many usable ones stay.")
+@click.pass_obj
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest usable snapshots."""
+    for name in Store(folder).prune(keep):
+        click.echo(f"removed {name}")
+
+
+def render(rows: list[Listed]) -> str:
+    """Given rows, return them as a table."""
+    table = [("NAME", "STATE", "CREATED", "MIB", "DETAIL")]
+    for row in rows:
+        size = str(row.image_bytes >> 20)
+        table.append((row.name, row.state, row.created[:19] + "Z", size, row.detail))
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    )
+
+
+def describe(manifest: Manifest) -> str:
+    """Given a manifest, return what it says as lines; identity fields are cut at 100 characters."""
+    mib = 1 << 20
+    by_kind = [f"{kind} {size / mib:.1f}" for kind, size in manifest.bytes_by_kind.items()][:6]
+    threads = sum(len(process.threads) for process in manifest.processes)
+    lines = [
+        f"name      {manifest.name}",
+        f"created   {manifest.created}",
+        f"bytes     {manifest.image_bytes / mib:.1f} MiB: {', '.join(by_kind)}",
+        f"processes {len(manifest.processes)}, {threads} threads, first PID {manifest.root_pid}",
+        *(
+            f"          {process.pid} {process.name}: "
+            f"{manifest.bytes_by_process.get(process.pid, 0) / mib:.1f} MiB"
+            for process in manifest.processes
+        ),
+        f"shm       {len(manifest.shm)} file(s)",
+        f"seconds   {', '.join(f'{name} {s:.2f}' for name, s in manifest.timings.items())}",
+        *(f"identity  {name}={text[:100]}" for name, text in sorted(manifest.identity.items())),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> NoReturn:
+    """Run the command line; end with the exit code that the error's code has."""
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        _say("usage.command", error.format_message(), "see `snapshot --help`")
+        sys.exit(_USAGE)
+    except SnapshotError as error:
+        _say(error.code, error.detail, error.remedy)
+        sys.exit(_RIGHTS if error.code == "snapshot.rights" else _FAILED)
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _say(code: str, detail: str, remedy: str) -> None:
+    click.echo(f"error: {code}: {detail}", err=True)
+    if remedy:
+        click.echo(f"fix: {remedy}", err=True)
+
+
+if __name__ == "__main__":
+    main()

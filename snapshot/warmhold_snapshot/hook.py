@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs between the dump and the engine's going on, started by criu while the tree is frozen.
+
+It looks at the tree once more (a connection may have come after the scan before the dump), saves
+/dev/shm, and leaves its findings in a file beside the images. It ends with 1 where the dump is not
+to be kept; criu then lets the tree go on all the same. A process of its own, so that the engine
+goes on even when whoever asked for the snapshot was killed meanwhile. Stdlib only, for its start.
+"""
+
+import dataclasses
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from . import shm
+from .errors import SnapshotError
+from .pids import read_tree
+from .scan import scan
+
+FINDINGS, PACK = "post-dump.json", "shm.img"
+_ACTION = "post-dump"
+
+
+@contextmanager
+def script(
+    draft: Path, root_pid: int, ghost_limit_bytes: int, shm_folder: Path = shm.FOLDER
+) -> Iterator[Path]:
+    """Given the artifact's folder and the tree's root, make the script that criu calls, for as long
+    as it is needed.
+
+    Raise SnapshotError `snapshot.dump` where no folder at hand may hold a program (noexec).
+    """
+    package = str(Path(__file__).parents[1])
+    code = (
+        f"import sys; sys.path.insert(0, {package!r}); "
+        f"from {__package__}.hook import main; main(*sys.argv[1:])"
+    )
+    words = [sys.executable, "-I", "-S", "-c", code, str(draft), str(root_pid)]
+    words += [str(ghost_limit_bytes), str(shm_folder)]
+    # criu calls it for every step of the dump.
+    text = (
+        f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = {_ACTION} ] || exit 0\nexec {shlex.join(words)}\n'
+    )
+    path = None
+    try:
+        for folder in (draft, Path(tempfile.gettempdir()), Path(sys.prefix)):
+            path = _write_program(folder, text)
+            if path is not None:
+                yield path
+                return
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+    detail = f"neither {draft.parent} nor {tempfile.gettempdir()} may hold a program"
+    raise SnapshotError("snapshot.dump", detail, "mount one of them without noexec")
+
+
+def main(folder: str, root_pid: str, ghost_limit_bytes: str, shm_folder: str) -> None:
+    """Scan, save, leave the findings; end with 1 where the dump is not to be kept."""
+    findings: dict[str, object] = {}
+    try:
+        found = scan(int(root_pid), int(ghost_limit_bytes))
+        found.require_clean("of the frozen engine")
+        files = shm.save(found.shm_inodes, Path(folder, PACK), Path(shm_folder))
+        findings["shm"] = [dataclasses.asdict(file) for file in files]
+        tree = read_tree(int(root_pid))
+        findings["processes"] = [dataclasses.asdict(process) for process in tree]
+        findings["files"] = [dataclasses.asdict(file) for file in found.files]
+    except SnapshotError as error:
+        findings["error"] = error.to_json()
+    except OSError as error:
+        detail = f"what lies in {shm_folder} cannot be saved: {error}"
+        remedy = "see `snapshot check` for the free space"
+        findings["error"] = SnapshotError("snapshot.disk", detail, remedy).to_json()
+    Path(folder, FINDINGS).write_text(json.dumps(findings))
+    sys.exit(1 if "error" in findings else 0)
+
+
+def _write_program(folder: Path, text: str) -> Path | None:
+    """A program with that text in that folder, or None where it cannot be or must not run there."""
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{_ACTION}-", suffix=".sh", dir=folder)
+    except OSError:
+        return None
+    with os.fdopen(handle, "w") as file:
+        os.fchmod(handle, 0o700)
+        file.write(text)
+    if os.access(name, os.X_OK):
+        return Path(name)
+    Path(name).unlink()
+    return None

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings a snapshot back as a child of the calling process, or leaves nothing of the attempt.
+
+The tree that criu makes is adopted by the caller, which has to be a child subreaper: it can then
+wait for the root as for a process of its own. Source: prctl(2), criu(8).
+"""
+
+import ctypes
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import criu, pids, shm
+from .artifact import IMAGES, Store
+from .checksum import Progress
+from .clock import Clock
+from .errors import SnapshotError
+from .folder import ALONE, locked
+from .hook import PACK
+from .identity import require_equal
+from .manifest import Manifest
+
+_PR_GET_CHILD_SUBREAPER = 37
+_PIDFILE = "restored.pid"
+_BUSY = "another restore is at work"
+_END_S = 5.0
+_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: for criu, and for numbers and ports that somebody short-lived has."""
+
+    criu_s: float = 60.0
+    free_s: float = 2.0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A restored tree: its root's PID and a pidfd (the caller's to close), seconds by phase."""
+
+    pid: int
+    pidfd: int
+    manifest: Manifest
+    phases: Mapping[str, float]
+
+
+def restore(
+    store: Store,
+    name: str,
+    stdout_fd: int,
+    *,
+    stderr_fd: int | None = None,
+    identity: Mapping[str, str] | None = None,
+    checksums: bool = True,
+    limits: Limits = Limits(),
+    progress: Progress | None = None,
+) -> Restored:
+    """Given a store, a name, and the write end of a pipe that takes the place of the old stdout
+    (and stderr, which gets its own where it had one), restore the artifact.
+
+    With `identity` every field must be equal; without it the caller has compared. With `checksums`
+    every byte is verified first, else names and sizes. Raise SnapshotError; no process, file or
+    socket of the attempt is left then.
+    """
+    clock = Clock()
+    _require_subreaper()
+    with store.using(name) as folder, locked(shm.FOLDER, ALONE, _BUSY) as lock_fd:
+        with clock.step("verify"):
+            manifest = store.read(name)
+            if identity is not None:
+                require_equal(manifest.identity, identity)
+            store.verify(manifest, checksums, progress)
+        with clock.step("collisions"):
+            _require_free(manifest, limits.free_s)
+            _require_files(manifest)
+        with clock.step("shm"):
+            shm.put_back(manifest.shm, folder / PACK)
+        try:
+            with clock.step("criu"):
+                given = [stdout_fd, stdout_fd if stderr_fd is None else stderr_fd]
+                inherit = dict(zip(manifest.stdio, given, strict=False))
+                pid, pidfd = _restore(manifest, folder, inherit, lock_fd, limits)
+        except BaseException:
+            shm.remove(manifest.shm)
+            raise
+        shm.remove(manifest.shm, remaps_only=True)
+    return Restored(pid, pidfd, manifest, clock.timings)
+
+
+def wait_for_others(timeout_s: float) -> bool:
+    """Wait until no restore is at work in this container; tell whether that came in time.
+
+    A caller that is killed leaves its criu at work, and that a whole tree a moment later: who
+    clears up after it waits here first.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            with locked(shm.FOLDER, ALONE, _BUSY):
+                return True
+        except SnapshotError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(_POLL_S)
+
+
+def _restore(
+    manifest: Manifest, folder: Path, inherit: Mapping[int, int], lock_fd: int, limits: Limits
+) -> tuple[int, int]:
+    pidfile = folder / _PIDFILE
+    pidfile.unlink(missing_ok=True)
+    argv = criu.build_restore_argv(folder / IMAGES, folder, pidfile, inherit)
+    known = {(process.pid, process.start_ticks) for process in pids.read_all()}
+    try:
+        # criu holds the lock too: a caller that is killed meanwhile leaves it at work.
+        passed = sorted({*inherit.values(), lock_fd})
+        criu.run(argv, limits.criu_s, folder / criu.RESTORE_LOG, passed)
+        pid = int(pidfile.read_text())
+        process = pids.read_process(pid)
+        if process is None or process.parent != os.getpid():
+            detail = f"process {pid} ended at once, or is not a child of {os.getpid()}"
+            raise SnapshotError("snapshot.restore", detail, "see the engine's log")
+        return pid, os.pidfd_open(pid)
+    except BaseException as error:
+        _end_tree(manifest, known)
+        if isinstance(error, SnapshotError):
+            code = error.code if error.code == "snapshot.timeout" else "snapshot.restore"
+            remedy = "create a new snapshot where this one never comes back"
+            raise SnapshotError(code, error.detail, remedy, error.lines) from error
+        raise
+    finally:
+        pidfile.unlink(missing_ok=True)
+
+
+def _end_tree(manifest: Manifest, known: set[tuple[int, int]]) -> None:
+    """End and reap what criu left of a failed attempt: new processes with the manifest's numbers
+    that came to us. criu ends its own; a killed criu cannot."""
+    wanted = {process.pid for process in manifest.processes}
+    left = {
+        process.pid: process
+        for process in pids.read_tree(os.getpid())
+        if process.pid in wanted and (process.pid, process.start_ticks) not in known
+    }
+    for process in left.values():
+        pids.kill(process)
+    deadline = time.monotonic() + _END_S
+    while left and time.monotonic() < deadline:
+        for pid in list(left):
+            try:
+                gone = os.waitpid(pid, os.WNOHANG)[0] == pid
+            except ChildProcessError:  # its parent has not ended yet, or has reaped it
+                gone = pids.read_process(pid) is None
+            if gone:
+                del left[pid]
+        time.sleep(_POLL_S)
+
+
+def _require_free(manifest: Manifest, timeout_s: float) -> None:
+    if taken := pids.wait_until_free(manifest.ids(), timeout_s):
+        lines = [f"{number} is {who}" for number, who in sorted(taken.items())]
+        detail = f"{len(lines)} process or thread id(s) are taken: {'; '.join(lines)}"
+        raise SnapshotError("snapshot.pids-taken", detail, "end these processes", lines)
+    for address, port in manifest.listeners:
+        _require_port(address, port)
+
+
+def _require_port(address: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+            probe.listen(1)
+        except OSError as error:
+            detail = f"{address} port {port}: {error.strerror}"
+            remedy = "stop what listens there"
+            raise SnapshotError("snapshot.port-taken", detail, remedy) from error
+
+
+def _require_files(manifest: Manifest) -> None:
+    """Files that the engine had open or mapped must be there with the same size, as criu wants."""
+    wrong = []
+    for file in manifest.open_files:
+        try:
+            size = Path(file.path).stat().st_size
+        except OSError as error:
+            wrong.append(f"{file.path}: {error.strerror}")
+            continue
+        if size != file.size_bytes:
+            wrong.append(f"{file.path}: {size} bytes now, {file.size_bytes} then")
+    if wrong:
+        detail = f"{len(wrong)} file(s) that the engine had open changed: {'; '.join(wrong[:5])}"
+        raise SnapshotError("snapshot.file-changed", detail, "create a new snapshot", wrong)
+
+
+def _require_subreaper() -> None:
+    value = ctypes.c_int()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(value), 0, 0, 0)
+    if not value.value and os.getpid() != 1:
+        detail = "the calling process would not get the restored one as a child"
+        remedy = "call prctl(PR_SET_CHILD_SUBREAPER) first"
+        raise SnapshotError("snapshot.subreaper", detail, remedy)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of a snapshot, and every step failing: the engine is resumed, no artifact is left."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from warmhold_snapshot import check, create, criu
+from warmhold_snapshot.artifact import Store
+from warmhold_snapshot.check import Found
+from warmhold_snapshot.errors import SnapshotError
+from warmhold_snapshot.scan import Scan
+
+RIGHTS = Found((1 << 40) - 1, 0, "4.2.1", "", 1 << 40, "/", 1 << 22)
+LIMITS = create.Limits(settle_s=0.2)
+IDENTITY = {"kernel": "k"}
+
+
+def start(argv: list[str], writer: int) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer, start_new_session=True
+    )
+
+
+class Recorder:
+    """An engine that only writes down what it was told."""
+
+    def __init__(self, events: list[str], failing: str = "") -> None:
+        self.events, self.failing = events, failing
+
+    def _do(self, name: str) -> None:
+        self.events.append(name)
+        if name == self.failing:
+            raise RuntimeError(f"{name} failed")
+
+    def hold(self) -> None:
+        self._do("hold")
+
+    def canary(self) -> object:
+        self._do("canary")
+        return [{"tokens": [1, 2, 3]}]
+
+    def quiesce(self) -> None:
+        self._do("quiesce")
+
+    def resume(self) -> None:
+        self._do("resume")
+
+
+@pytest.fixture
+def root() -> Iterator[int]:
+    """A process with its stdout in our pipe, and nothing that is in the way."""
+    reader, writer = os.pipe()
+    code = "import signal; print('ready', flush=True); signal.pause()"
+    argv = [sys.executable, "-c", code]
+    with start(argv, writer) as child:
+        os.close(writer)
+        assert os.read(reader, 5) == b"ready"
+        yield child.pid
+        child.kill()
+    os.close(reader)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "snapshots")
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happened, with a criu that writes one image and calls its script, as the real one."""
+    seen: list[str] = []
+
+    def run(
+        argv: Sequence[str], timeout_s: float, log: Path, pass_fds: Sequence[int]
+    ) -> criu.Outcome:
+        seen.append("dump")
+        if "dump fails" in seen:
+            log.write_text("Error (a.c:1): no way\n")
+            raise SnapshotError("snapshot.criu", "no way", "", ["Error (a.c:1): no way"])
+        images = Path(argv[argv.index("--images-dir") + 1])
+        (images / "pages-1.img").write_bytes(b"p" * 5000)
+        script = argv[argv.index("--action-script") + 1]
+        for action in ("pre-dump", "post-dump"):
+            environment = {**os.environ, "CRTOOLS_SCRIPT_ACTION": action}
+            done = subprocess.run([script], env=environment, check=False)
+            if done.returncode:
+                raise SnapshotError("snapshot.criu", "the script said no")
+        return criu.Outcome(0.1, "Frozen time: 250000 us\n")
+
+    monkeypatch.setattr(criu, "run", run)
+    monkeypatch.setattr(check, "read_found", lambda folder: RIGHTS)
+    real_scan = create.scan
+    monkeypatch.setattr(create, "scan", lambda *given: seen.append("scan") or real_scan(*given))
+    return seen
+
+
+def make(root: int, events: list[str], store: Store, failing: str = "") -> create.Report:
+    engine = Recorder(events, failing)
+    return create.create(root, engine, store, "one", IDENTITY, notes={"n": "1"}, limits=LIMITS)
+
+
+def test_the_order(root: int, events: list[str], store: Store) -> None:
+    report = make(root, events, store)
+    assert events == ["scan", "hold", "canary", "quiesce", "scan", "dump", "resume"]
+    manifest = store.read("one")
+    store.verify(manifest)
+    assert manifest.root_pid == root and manifest.identity == IDENTITY
+    assert manifest.canary == [{"tokens": [1, 2, 3]}] and manifest.notes == {"n": "1"}
+    assert len(manifest.stdio) == 1 and manifest.shm == ()
+    assert report.frozen_s == 0.25 and report.image_bytes == manifest.image_bytes
+    assert sorted(path.name for path in report.path.iterdir()) == [
+        "images",
+        "manifest.json",
+        "shm.img",
+    ]
+    assert {"check", "hold", "canary", "quiesce", "scan", "dump", "resume"} <= set(report.timings)
+
+
+@pytest.mark.parametrize("failing", ["hold", "canary", "quiesce"])
+def test_the_engine_refuses(root: int, events: list[str], store: Store, failing: str) -> None:
+    with pytest.raises(SnapshotError) as caught:
+        make(root, events, store, failing)
+    assert caught.value.code == "snapshot.engine" and f"{failing} failed" in caught.value.detail
+    assert events[-2:] == [failing, "resume"] and "dump" not in events
+    assert [path.name for path in store.folder.iterdir()] == [".key"]
+
+
+def test_the_dump_fails(root: int, events: list[str], store: Store) -> None:
+    events.append("dump fails")
+    with pytest.raises(SnapshotError) as caught:
+        make(root, events, store)
+    assert caught.value.code == "snapshot.dump" and caught.value.lines
+    assert events[-2:] == ["dump", "resume"]
+    assert [path.name for path in store.folder.iterdir()] == [".key"]
+
+
+def test_resume_fails(root: int, events: list[str], store: Store) -> None:
+    with pytest.raises(SnapshotError) as caught:
+        make(root, events, store, "resume")
+    assert caught.value.code == "snapshot.resume"
+    assert store.names() == []
+
+
+def test_resume_fails_after_something_else(root: int, events: list[str], store: Store) -> None:
+    events.append("dump fails")
+    with pytest.raises(SnapshotError) as caught:
+        make(root, events, store, "resume")
+    assert caught.value.code == "snapshot.resume" and "no way" in caught.value.detail
+
+
+def test_a_right_is_missing(
+    root: int, events: list[str], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "read_found", lambda folder: replace(RIGHTS, seccomp=2))
+    with pytest.raises(SnapshotError) as caught:
+        make(root, events, store)
+    assert caught.value.code == "snapshot.rights" and events == []
+
+
+def hold_memfd(name: str) -> Iterator[int]:
+    """A process that holds a memfd of that name all the time."""
+    code = f"import os, signal; os.memfd_create({name!r}); print('x', flush=True); signal.pause()"
+    reader, writer = os.pipe()
+    argv = [sys.executable, "-c", code.replace("os.mem", "fd = os.mem")]
+    with start(argv, writer) as child:
+        os.close(writer)
+        assert os.read(reader, 1) == b"x"
+        yield child.pid
+        child.kill()
+    os.close(reader)
+
+
+def test_weights_that_are_not_given_back(events: list[str], store: Store) -> None:
+    for root in hold_memfd("weights-1"):
+        with pytest.raises(SnapshotError) as caught:
+            make(root, events, store)
+        assert caught.value.code == "snapshot.fds" and "weights-1" in caught.value.detail
+        assert events[:4] == ["scan", "hold", "canary", "quiesce"] and events[-1] == "resume"
+        assert "dump" not in events and store.names() == []
+
+
+def test_what_comes_while_frozen_is_found_by_the_script(
+    events: list[str], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(create, "scan", lambda *given: Scan())
+    for root in hold_memfd("weights-1"):
+        with pytest.raises(SnapshotError) as caught:
+            make(root, events, store)
+        assert caught.value.code == "snapshot.fds" and "of the frozen engine" in caught.value.detail
+        assert events[-2:] == ["dump", "resume"] and store.names() == []
+
+
+def test_interrupted_in_the_middle(root: int, events: list[str], store: Store) -> None:
+    class Interrupted(Recorder):
+        def quiesce(self) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        create.create(root, Interrupted(events), store, "one", IDENTITY, limits=LIMITS)
+    assert events[-1] == "resume" and store.names() == []
+
+
+def test_no_engine(events: list[str], store: Store) -> None:
+    with pytest.raises(SnapshotError) as caught:
+        make(2**22 + 5, events, store)
+    assert caught.value.code == "snapshot.no-process" and "hold" not in events

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restores without criu: what is looked at before, and that a failure leaves nothing."""
+
+import ctypes
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from warmhold_snapshot import criu, restore
+from warmhold_snapshot.artifact import Store, describe_files
+from warmhold_snapshot.errors import SnapshotError
+from warmhold_snapshot.manifest import FORMAT, Manifest
+from warmhold_snapshot.pids import Process
+from warmhold_snapshot.scan import OpenFile
+from warmhold_snapshot.shm import FOLDER, ShmFile
+
+RING, REMAP = f"psm_warmhold_test_{os.getpid()}", f"link_remap.warmhold_test_{os.getpid()}"
+FREE = 2**22 - 5
+LIMITS = restore.Limits(free_s=0.05)
+_SUBREAPER = 36
+
+
+@pytest.fixture(autouse=True)
+def subreaper() -> Iterator[None]:
+    libc = ctypes.CDLL(None)
+    libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+    yield
+    libc.prctl(_SUBREAPER, 0, 0, 0, 0)
+    for name in (RING, REMAP):
+        (FOLDER / name).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "snapshots")
+
+
+def make(store: Store, tmp_path: Path, **changes: Any) -> Manifest:
+    needed = tmp_path / "needed"
+    needed.write_bytes(b"12345")
+    with store.draft("one") as draft:
+        (draft.folder / "images" / "pages-1.img").write_bytes(b"p" * 5000)
+        (draft.folder / "shm.img").write_bytes(b"r" * 100)
+        entry = ShmFile(RING, 8192, 0o600, os.getuid(), os.getgid(), 0, ((4096, 100),))
+        remap = ShmFile(REMAP, 8192, 0o600, os.getuid(), os.getgid(), same_as=RING)
+        manifest = Manifest(
+            format=FORMAT,
+            name="one",
+            created="2026-01-01T00:00:00Z",
+            identity={"kernel": "k"},
+            processes=(Process(FREE, 1, FREE, FREE, "vllm", 5, (FREE,)),),
+            stdio=(70,),
+            listeners=(),
+            open_files=(OpenFile(str(needed), 5),),
+            counts={},
+            shm=(entry, remap),
+            files=describe_files(draft.folder),
+            bytes_by_kind={},
+            bytes_by_process={},
+            timings={},
+        )
+        manifest = msgspec.structs.replace(manifest, **changes)
+        store.publish(draft, manifest)
+    return manifest
+
+
+class FakeCriu:
+    """Sees what is there when criu would run, and then does what a test wants."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[list[str]] = []
+        self.seen: list[str] = []
+        self.error: BaseException | None = None
+        self.child: subprocess.Popen[bytes] | None = None
+        monkeypatch.setattr(criu, "run", self.run)
+
+    def run(
+        self, argv: Sequence[str], timeout_s: float, log: Path, pass_fds: Sequence[int]
+    ) -> criu.Outcome:
+        self.calls.append(list(argv))
+        self.seen = [name for name in (RING, REMAP) if (FOLDER / name).exists()]
+        if self.error:
+            raise self.error
+        stdout = argv[argv.index("--inherit-fd") + 1].removeprefix("fd[").partition("]")[0]
+        code = f"import os; os.write({stdout}, b'back'); os.read(0, 1)"
+        self.child = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=pass_fds
+        )
+        Path(argv[argv.index("--pidfile") + 1]).write_text(f"{self.child.pid}\n")
+        return criu.Outcome(0.1, "")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCriu:
+    return FakeCriu(monkeypatch)
+
+
+def refusal(store: Store, **options: Any) -> SnapshotError:
+    with pytest.raises(SnapshotError) as caught:
+        restore.restore(store, "one", 1, limits=LIMITS, **options)
+    return caught.value
+
+
+def test_a_restore(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    make(store, tmp_path)
+    reader, writer = os.pipe()
+    restored = restore.restore(store, "one", writer, identity={"kernel": "k"}, limits=LIMITS)
+    os.close(writer)
+    assert os.read(reader, 4) == b"back"
+    assert fake.child and restored.pid == fake.child.pid
+    assert fake.seen == [RING, REMAP], "both were there for criu"
+    assert (FOLDER / RING).exists() and not (FOLDER / REMAP).exists()
+    assert (FOLDER / RING).read_bytes()[4096:4196] == b"r" * 100
+    assert f"fd[{writer}]:pipe:[70]" in fake.calls[0]
+    assert set(restored.phases) == {"verify", "collisions", "shm", "criu"}
+    fake.child.communicate(b"x")
+    assert select.select([restored.pidfd], [], [], 10)[0]
+    os.close(restored.pidfd)
+    os.close(reader)
+
+
+def test_criu_fails(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    make(store, tmp_path)
+    fake.error = SnapshotError("snapshot.criu", "no such file", "", ["Error (x.c:1)"])
+    error = refusal(store)
+    assert (error.code, error.lines) == ("snapshot.restore", ("Error (x.c:1)",))
+    assert fake.seen == [RING, REMAP]
+    assert not (FOLDER / RING).exists() and not (FOLDER / REMAP).exists()
+    assert {path.name for path in store.path("one").iterdir()} == {
+        *("images", "manifest.json", "shm.img"),
+    }
+
+
+def test_criu_hangs(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    make(store, tmp_path)
+    fake.error = SnapshotError("snapshot.timeout", "it did not end")
+    assert refusal(store).code == "snapshot.timeout"
+    assert not (FOLDER / RING).exists()
+
+
+def test_damage_is_found_first(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    make(store, tmp_path)
+    (store.path("one") / "shm.img").write_bytes(b"x" * 100)
+    assert refusal(store).code == "snapshot.damaged"
+    assert fake.calls == [] and not (FOLDER / RING).exists()
+
+
+def test_another_identity(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    make(store, tmp_path)
+    assert refusal(store, identity={"kernel": "l"}).code == "snapshot.identity-mismatch"
+    assert fake.calls == []
+
+
+def test_a_number_is_taken(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    make(store, tmp_path, processes=(Process(os.getpid(), 1, 1, 1, "vllm", 5, (os.getpid(),)),))
+    error = refusal(store)
+    assert error.code == "snapshot.pids-taken" and str(os.getpid()) in error.detail
+    assert fake.calls == []
+
+
+def test_the_port_is_taken(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        make(store, tmp_path, listeners=(("0.0.0.0", port),))
+        assert refusal(store).code == "snapshot.port-taken"
+    assert fake.calls == []
+
+
+def test_a_file_changed_or_went(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    make(store, tmp_path)
+    (tmp_path / "needed").write_bytes(b"123456")
+    error = refusal(store)
+    assert error.code == "snapshot.file-changed" and "6 bytes now, 5 then" in error.detail
+    (tmp_path / "needed").unlink()
+    assert refusal(store).code == "snapshot.file-changed"
+    assert fake.calls == []
+
+
+def test_a_second_restore_at_the_same_time(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    make(store, tmp_path)
+    from warmhold_snapshot.folder import ALONE, locked
+
+    with locked(FOLDER, ALONE, "busy"):
+        assert refusal(store).code == "snapshot.busy"
+        assert not restore.wait_for_others(0.05)
+    assert restore.wait_for_others(10)
+
+
+def test_absent(store: Store, fake: FakeCriu) -> None:
+    assert refusal(store).code == "snapshot.absent"
+
+
+def test_only_for_a_subreaper(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    make(store, tmp_path)
+    ctypes.CDLL(None).prctl(_SUBREAPER, 0, 0, 0, 0)
+    assert refusal(store).code == "snapshot.subreaper"
