@@ -142,6 +142,8 @@ class Runner:
                 return None, reason
             if self._serving_since is not None:
                 return self._after_crash(reason)
+            if code in _HOPELESS:
+                break
         return self._after_failed_start(code, reason)
 
     def _run_attempt(self, attempt: Attempt) -> tuple[int, str]:
