@@ -75,8 +75,9 @@ def test_restart_of_an_engine_that_never_serves_is_an_error(make_stack: MakeStac
     assert result.returncode != 0
     assert "ERROR" in result.stdout
     assert stack.wait() == 3
-    # One that served, and two rounds of both modes.
-    assert stack.text().count("engine starting") == 1 + 2 * 2
+    # Two rounds, each in every mode that its plan has.
+    assert stack.text().count("new=WAITING") == 1
+    assert 2 <= stack.text().count("engine ended unasked") <= 2 * 2
 
 
 @pytest.mark.parametrize("victim", ["front", "core", "worker", "runner"])
