@@ -67,8 +67,10 @@ def build_engine_environment(settings: Settings, facts: Facts) -> dict[str, str]
         # object has no attribute 'finalize_loading'"): every start would compile again. Without
         # them Inductor's own cache is used, and the second start compiles nothing.
         environment["VLLM_USE_AOT_COMPILE"] = "0"
-    if facts.cpu_quota is not None and facts.cpu_quota < facts.cpu_affinity:
-        # Upstream binds a thread to every core of the affinity mask and knows no quota.
+    limited = facts.cpu_quota is not None and facts.cpu_quota < facts.cpu_affinity
+    if limited or settings.arguments.worker_count > facts.numa_nodes:
+        # Upstream binds a thread to every core of the affinity mask and knows no quota; and it
+        # gives each worker a NUMA node of its own, and ends where there are too few.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         environment["OMP_NUM_THREADS"] = str(choose_threads(settings, facts))
     environment = {

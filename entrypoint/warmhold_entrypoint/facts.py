@@ -28,6 +28,7 @@ from .snapshots import Snapshots
 BUILD_ID_FILE = Path("/opt/warmhold/build-id")
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
+_NODES = Path("/sys/devices/system/node")
 _NO_VAULT = Vault("off", "WARMHOLD_WCACHE=off")
 # Those add routes to the public server: upstream loads none that is not named, so neither do we.
 _ENDPOINTS = "vllm.endpoint_plugins"
@@ -42,6 +43,7 @@ class Facts:
     device: str
     cpu_quota: float | None
     cpu_affinity: int
+    numa_nodes: int
     memory_limit_bytes: int
     memory_limited_by: str
     shm_total_bytes: int
@@ -88,6 +90,7 @@ def read_facts(settings: Settings) -> Facts:
         device=device,
         cpu_quota=read_cpu_quota(),
         cpu_affinity=len(os.sched_getaffinity(0)),
+        numa_nodes=max(1, len(list(_NODES.glob("node[0-9]*")))),
         memory_limit_bytes=limit,
         memory_limited_by=limited_by,
         shm_total_bytes=_disk(_SHM)[0],

@@ -50,6 +50,10 @@ class Plan:
     loader: Mapping[str, Any]
     snapshots: Snapshots
 
+    def reject(self, rejection: Rejection) -> "Plan":
+        """Given why a mode that was tried is not used, return the plan with it, ahead of others."""
+        return dataclasses.replace(self, rejections=(rejection, *self.rejections))
+
     def to_json(self) -> str:
         """Return the plan as JSON text, with secret arguments hidden."""
         shown = dataclasses.asdict(self)

@@ -6,7 +6,6 @@ answers for its state, ends its whole tree, and owns the exit code: an engine th
 failed, whatever its status says. One loop owns all state; the prober and a restore have threads.
 """
 
-import dataclasses
 import os
 import shlex
 import time
@@ -122,6 +121,8 @@ class Runner:
                 return None, reason
             if self._story.serving_since is not None:
                 return self._after_crash(reason)
+            if code in _HOPELESS:
+                break
         return self._after_failed_start(code, reason)
 
     def _run_attempt(self, attempt: Attempt) -> tuple[int, str]:
@@ -132,8 +133,7 @@ class Runner:
         oom_kills = read_oom_kills()
         write_loader(self._settings, self._plan)
         if attempt.snapshot:
-            error = self._restore(attempt.snapshot)
-            if error:
+            if error := self._restore(attempt.snapshot):
                 return self._after_failed_restore(attempt, error)
         else:
             argv = shlex.join(redact_argv(attempt.argv))
@@ -187,8 +187,7 @@ class Runner:
         wish = build_wish(self._settings, attempt.snapshot)
         mark_failed(wish, error, self._plan.snapshots.circumstances)
         rejection = Rejection("snapshot", error.code, error.detail, error.remedy)
-        rejections = (rejection, *self._plan.rejections)
-        self._plan = dataclasses.replace(self._plan, rejections=rejections)
+        self._plan = self._plan.reject(rejection)
         self._refuse_wanted(rejection)
         return int(Exit.RESTORE), f"{error.code}: {error.detail}"
 
@@ -349,9 +348,8 @@ class Runner:
 
     def _end_process(self) -> int:
         """End what is left of the engine's tree; return the status of its first process."""
-        process = self._process
-        assert process is not None
-        self._story.ready = False
+        assert self._process is not None
+        process, self._story.ready = self._process, False
         self._leftovers.note()
         left = process.end_tree(KILL_TIMEOUT_S)
         if left:
@@ -385,8 +383,8 @@ class Runner:
         return (code if final else None), reason
 
     def _back_off(self, reason: str) -> None:
-        failures = 0 if self._leaving else max(self._failed_starts, self._quick_crashes)
-        wait_s = back_off_s(failures)
+        failures = max(self._failed_starts, self._quick_crashes)
+        wait_s = 0.0 if self._leaving else back_off_s(failures)
         self._story.advance(State.WAITING, f"{reason}; next start in {wait_s:.0f} s")
         deadline = time.monotonic() + wait_s
         while not self._loop.stop_asked and time.monotonic() < deadline:

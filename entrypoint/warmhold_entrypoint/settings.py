@@ -80,7 +80,9 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         _about("A probe's time limit in seconds; two missed probes mean degraded."),
     ] = 6
     max_failures: Annotated[
-        int, Meta(ge=1, le=1000), _about("Failed starts in a row after which the container ends.")
+        int,
+        Meta(ge=1, le=1000),
+        _about("Failed starts in a row, each in every mode planned, that end the container."),
     ] = 3
     kv_cache_gib: Annotated[
         Annotated[float, Meta(gt=0, le=4096)] | None,

@@ -14,7 +14,8 @@ IMAGE = os.environ.get("WARMHOLD_IMAGE", "warmhold:cpu")
 pytestmark = pytest.mark.container
 
 
-# weights.py, memory.py and control.py start the real engine; run them by hand as their heads say.
+# weights.py, memory.py, preload.py and control.py make many real starts; their heads say how to run
+# them by hand.
 @pytest.mark.parametrize("script", ["pieces.py"])
 def test_contract(engine: DockerClient, script: str) -> None:
     try:

@@ -18,7 +18,6 @@ from attacker import STORE_VERBS, Attacker
 from stack import Stack, eventually, free_port
 from vault_process import close_all, connect, make_generation
 from warmhold_entrypoint import tree
-from warmhold_entrypoint.errors import Exit
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.generation import encode_description
 from warmhold_wcache.store import FdStoreClient
@@ -194,13 +193,6 @@ def test_the_vaults_health_over_http(make_stack: MakeStack) -> None:
     assert ask() == 503
     assert stack.supervisorctl("start", "wcache").returncode == 0
     eventually(lambda: ask() == 200, "the vault's health")
-
-
-def test_a_named_mode_needs_what_is_resident(make_stack: MakeStack) -> None:
-    stack = make_stack(WARMHOLD_MODE="ipc_cache").boot()
-    assert stack.wait() == Exit.MODE_UNAVAILABLE
-    assert "ipc_cache.absent" in stack.text()
-    assert "preload" in stack.text()
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "unheld"])

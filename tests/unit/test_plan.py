@@ -23,6 +23,7 @@ FACTS = Facts(
     device="cpu-12345678",
     cpu_quota=None,
     cpu_affinity=8,
+    numa_nodes=1,
     memory_limit_bytes=32 * GIB,
     memory_limited_by="cgroup limit",
     shm_total_bytes=GIB,
@@ -309,6 +310,17 @@ def test_a_quota_keeps_threads_from_being_bound_to_cores(quota: float | None, bo
     if bound:
         assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
         assert environment["OMP_NUM_THREADS"] == str(max(1, int(quota or 0)))
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes", "bound"), [(1, 1, False), (2, 1, True), (2, 2, False)]
+)
+def test_workers_without_a_numa_node_each_are_not_bound(
+    workers: int, nodes: int, bound: bool
+) -> None:
+    found = facts(numa_nodes=nodes)
+    environment = build_engine_environment(settings("-tp", str(workers)), found)
+    assert ("VLLM_CPU_OMP_THREADS_BIND" in environment) is bound
 
 
 # The engine's argv

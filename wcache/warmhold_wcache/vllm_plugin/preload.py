@@ -10,6 +10,7 @@ when every rank's weights are resident, else with 1 and the reason.
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -150,4 +151,6 @@ def _fail(error: WcacheError) -> int:
 
 
 if __name__ == "__main__":
+    # An orderly end: workers and the folder go with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())
