@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots as the runner makes and restores them: criu is a fake that starts the engine anew."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from stack import Stack, eventually, shm_files
+
+MakeStack = Callable[..., Stack]
+
+
+@pytest.fixture
+def stack(make_stack: MakeStack, tmp_path: Path) -> Iterator[Stack]:
+    orders = {"FAKE_CRIU_FILE": tmp_path / "criu", "FAKE_VLLM_CONTROL_FILE": tmp_path / "control"}
+    yield make_stack(**{name: str(path) for name, path in orders.items()}).serve()
+
+
+def tell(stack: Stack, what: str, order: str) -> None:
+    """Tell the fake criu (`criu`) or engine (`control`) what is to go wrong; "" for nothing."""
+    stack.folder.with_name(what).write_text(order)
+
+
+def create(stack: Stack, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return stack.run("snapshot-create", "--name", "one", *arguments)
+
+
+def artifacts(stack: Stack) -> list[str]:
+    folder = stack.folder / "state" / "snapshots"
+    return sorted(path.name for path in folder.iterdir() if path.name != ".key")
+
+
+def snapshot_reason(stack: Stack) -> str:
+    status = stack.status()
+    assert status
+    return next((r["code"] for r in status["rejections"] if r["mode"] == "snapshot"), "")
+
+
+def kill_front(stack: Stack) -> None:
+    os.kill(stack.roles()["front"], signal.SIGKILL)
+
+
+def maker_of(stack: Stack) -> int:
+    """PID of the process that makes a snapshot, from outside."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+            environ = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"warmhold_entrypoint.maker" in command and str(stack.folder).encode() in environ:
+            return int(folder.name)
+    return 0
+
+
+def begin_and_wait(stack: Stack) -> "subprocess.Popen[str]":
+    """Begin a snapshot whose dump does not end; return who asked for it."""
+    tell(stack, "criu", "wait")
+    asking = subprocess.Popen(
+        [sys.executable, "-m", "warmhold_entrypoint", "snapshot-create", "--name", "one"],
+        env=stack.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    folder = stack.folder / "state" / "snapshots"
+    eventually(lambda: list(folder.glob(".tmp-*/dump.log")), "the dump")
+    return asking
+
+
+def test_an_engine_is_snapshotted_and_comes_back(stack: Stack) -> None:
+    before = stack.roles()
+    made = create(stack, "--json")
+    assert made.returncode == 0, made.stderr
+    report = json.loads(made.stdout)
+    assert (report["name"], artifacts(stack)) == ("one", ["one"])
+    status = stack.wait_ready()
+    assert stack.roles() == before
+    assert (status["mode"], status["starts"]) == ("disk", 1)
+    assert stack.text().count("argv [") == 1
+    for starts in (2, 3):
+        kill_front(stack)
+        status = stack.wait_ready(starts)
+        assert (status["mode"], status["snapshot"]) == ("snapshot", "one")
+        assert {"verify", "image", "weights", "canary", "first_token"} <= set(status["phases"])
+        assert abs(sum(status["phases"].values()) - status["total_s"]) < 1e-6
+        assert status["phases"]["unaccounted"] < 0.05 * status["total_s"]
+        assert status["crashes"] == starts - 1
+        assert len(stack.tree()) == 3 and len(shm_files()) == 1
+        assert stack.text().count("argv [") == starts, "the log goes on"
+    assert stack.complete()["choices"]
+    result = stack.supervisorctl("restart", "engine")
+    assert "ready in mode snapshot" in result.stdout, result.stdout
+    assert stack.stop() == 0
+    assert stack.tree() == {} and shm_files() == set()
+
+
+def test_clients_are_refused_while_it_is_made_and_served_again(stack: Stack) -> None:
+    asking = begin_and_wait(stack)
+    status = stack.status()
+    assert status and (status["state"], status["ready"]) == ("SNAPSHOTTING", False)
+    assert stack.run("healthcheck").returncode == 1
+    again = create(stack)
+    assert again.returncode == 73 and "snapshot.not-serving" in again.stderr
+    tell(stack, "criu", "")
+    assert asking.wait(60) == 0
+    stack.wait_ready()
+    assert stack.complete()["choices"] and artifacts(stack) == ["one"]
+
+
+def test_whoever_asked_for_it_may_be_killed(stack: Stack) -> None:
+    asking = begin_and_wait(stack)
+    asking.kill()
+    asking.wait(60)
+    tell(stack, "criu", "")
+    eventually(lambda: artifacts(stack) == ["one"], "the snapshot")
+    stack.wait_ready()
+
+
+def test_a_dump_that_fails_costs_nothing(stack: Stack) -> None:
+    before = stack.roles()
+    tell(stack, "criu", "dump")
+    made = create(stack)
+    assert made.returncode == 73
+    assert "error: snapshot.dump: " in made.stderr and "told to fail" in made.stderr
+    status = stack.wait_ready()
+    assert (stack.roles(), status["starts"], artifacts(stack)) == (before, 1, [])
+
+
+def test_an_engine_that_cannot_be_quiesced_goes_on(stack: Stack) -> None:
+    before = stack.roles()
+    tell(stack, "control", "warmhold_quiesce")
+    made = create(stack)
+    assert made.returncode == 73 and "snapshot.engine" in made.stderr
+    stack.wait_ready()
+    assert (stack.roles(), artifacts(stack)) == (before, [])
+
+
+def test_a_killed_maker_leaves_a_serving_engine(stack: Stack) -> None:
+    before = stack.roles()
+    asking = begin_and_wait(stack)
+    os.kill(maker_of(stack), signal.SIGKILL)
+    output, _ = asking.communicate(timeout=60)
+    assert asking.returncode == 73 and "snapshot.killed" in output
+    stack.wait_ready()
+    assert stack.roles() == before and stack.complete()["choices"]
+    tell(stack, "criu", "")
+    eventually(lambda: create(stack).returncode == 0, "a snapshot once criu has ended")
+    assert artifacts(stack) == ["one"]
+
+
+def test_an_engine_that_cannot_be_resumed_is_started_anew(stack: Stack) -> None:
+    asking = begin_and_wait(stack)
+    tell(stack, "control", "warmhold_resume")
+    tell(stack, "criu", "")
+    output, _ = asking.communicate(timeout=60)
+    assert asking.returncode == 73 and "snapshot.resume" in output
+    tell(stack, "control", "")
+    status = stack.wait_ready(2)
+    assert (status["crashes"], artifacts(stack)) == (1, [])
+    assert "does not serve again" in status["last_exit"]["reason"]
+
+
+def test_a_stop_meanwhile_ends_with_0(stack: Stack) -> None:
+    asking = begin_and_wait(stack)
+    os.kill(stack.pid, signal.SIGTERM)
+    eventually(lambda: "stop" in stack.text().lower(), "the stop")
+    tell(stack, "criu", "")
+    assert stack.wait() == 0
+    asking.wait(60)
+    assert stack.tree() == {}
+
+
+@pytest.mark.parametrize(
+    ("order", "code"), [("restore", "snapshot.restore"), ("nonce", "snapshot.canary")]
+)
+def test_a_restore_that_fails_is_followed_by_the_next_mode(
+    stack: Stack, order: str, code: str
+) -> None:
+    assert create(stack).returncode == 0
+    tell(stack, "criu", order)
+    kill_front(stack)
+    status = stack.wait_ready(2)
+    assert (status["mode"], status["crashes"], snapshot_reason(stack)) == ("ipc_cache", 1, code)
+    assert len(stack.tree()) == 3 and len(shm_files()) == 1
+    tell(stack, "criu", "")
+    kill_front(stack)
+    assert stack.wait_ready(3)["mode"] == "ipc_cache"
+    assert snapshot_reason(stack) == "snapshot.marked-failed"
+    restored = stack.run("snapshot-restore", "one")
+    assert restored.returncode == 0, restored.stderr
+    status = stack.wait_ready(4)
+    assert (status["mode"], status["crashes"]) == ("snapshot", 2)
+    kill_front(stack)
+    assert stack.wait_ready(5)["mode"] == "snapshot", "the mark is gone"
+
+
+def test_snapshot_restore_says_why_it_cannot(stack: Stack) -> None:
+    before = stack.roles()
+    result = stack.run("snapshot-restore")
+    assert result.returncode == 74 and "error: snapshot.absent" in result.stderr
+    assert stack.run("snapshot-restore", "other").returncode == 74
+    assert stack.roles() == before
+    assert create(stack).returncode == 0
+    tell(stack, "criu", "restore")
+    result = stack.run("snapshot-restore")
+    assert result.returncode == 74 and "told to fail" in result.stderr
+    status = stack.wait_ready(2)
+    assert (status["mode"], status["crashes"]) == ("ipc_cache", 0)
+
+
+def test_a_changed_key_ends_the_snapshot(make_stack: MakeStack) -> None:
+    stack = make_stack(WARMHOLD_API_KEY="sk-old").serve()
+    assert create(stack).returncode == 0
+    for path in (stack.folder / "state" / "snapshots" / "one").rglob("manifest.json"):
+        assert "sk-old" not in path.read_text()
+    assert stack.stop() == 0
+    stack.environment["WARMHOLD_API_KEY"] = "sk-new"
+    stack.boot()
+    stack.wait_ready(2)
+    assert snapshot_reason(stack) == "snapshot.identity-mismatch"
+    eventually(lambda: artifacts(stack) == [], "the artifact's end")
+
+
+def test_off_means_neither(make_stack: MakeStack) -> None:
+    stack = make_stack(WARMHOLD_SNAPSHOT="off").serve()
+    made = create(stack)
+    assert made.returncode == 73 and "snapshot.off" in made.stderr
+    assert snapshot_reason(stack) == "snapshot.off"
+
+
+def test_a_named_mode_that_fails_ends_with_74(stack: Stack) -> None:
+    assert create(stack).returncode == 0
+    assert stack.stop() == 0
+    stack.environment["WARMHOLD_MODE"] = "snapshot"
+    tell(stack, "criu", "restore")
+    stack.boot()
+    assert stack.wait() == 74
+    assert "told to fail" in stack.text()
