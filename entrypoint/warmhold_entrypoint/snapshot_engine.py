@@ -57,8 +57,12 @@ class ControlledEngine:
         self._on_resumed()
 
     def generations(self) -> dict[str, int]:
-        """Return the bytes of every generation that its workers map, by id."""
+        """Return the bytes of every generation that its workers map, by id. Raise SnapshotError
+        `snapshot.detached` where weights were changed since: they are in no vault."""
         workers = self._client.state()["workers"]
+        if any(worker["detached"] for worker in workers):
+            remedy = "restart the engine; it then has the weights of the checkpoint again"
+            raise SnapshotError("snapshot.detached", "weights were updated in place", remedy)
         return {item["id"]: item["bytes"] for worker in workers for item in worker["generations"]}
 
     def require_canary(self, wanted: Any) -> None:

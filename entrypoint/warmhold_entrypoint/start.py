@@ -60,7 +60,11 @@ def _look(settings: Settings, facts: Facts, wanted: str) -> Snapshots:
         settings,
         build_engine_argv(settings, facts, None),
         {**settings.environ, **build_engine_environment(settings, facts)},
-        {**facts.versions, "memory": str(facts.memory_limit_bytes)},
+        {
+            **facts.versions,
+            "memory": str(facts.memory_limit_bytes),
+            "uid": str(settings.env.engine_uid),
+        },
         build_key(settings, facts),
         facts.vault,
         wanted,

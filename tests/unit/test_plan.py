@@ -9,12 +9,13 @@ import pytest
 from warmhold_entrypoint import plan as plan_module
 from warmhold_entrypoint.budget import GIB, MIB, choose_kv_bytes, choose_threads
 from warmhold_entrypoint.command import build_engine_environment, build_fetch_argv
-from warmhold_entrypoint.errors import Fault
+from warmhold_entrypoint.errors import Fault, Rejection
 from warmhold_entrypoint.facts import Facts
 from warmhold_entrypoint.model import Model
 from warmhold_entrypoint.plan import Plan, decide
 from warmhold_entrypoint.resident import Vault
 from warmhold_entrypoint.settings import Settings, read_settings
+from warmhold_entrypoint.snapshots import Snapshots
 from warmhold_wcache.content import Content, FileVersion
 
 FACTS = Facts(
@@ -111,6 +112,47 @@ def test_modes(
     for rejection in plan.rejections:
         assert rejection.code.startswith(f"{rejection.mode}.")
         assert rejection.detail and rejection.remedy
+
+
+FITS = Snapshots("", "one fits", "", "one", {"kernel": "k"})
+
+
+@pytest.mark.parametrize(
+    ("mode", "warm", "attempts"),
+    [
+        ("auto", True, ["snapshot", "ipc_cache", "disk"]),
+        ("auto", False, ["snapshot", "disk"]),
+        ("snapshot", True, ["snapshot"]),
+        ("ipc_cache", True, ["ipc_cache"]),
+        ("disk", True, ["disk"]),
+    ],
+)
+def test_a_snapshot_that_fits_comes_first(mode: str, warm: bool, attempts: list[str]) -> None:
+    vault = resident(settings()) if warm else Vault()
+    plan = decide(settings(MODE=mode), facts(vault=vault, snapshots=FITS))
+    assert [attempt.mode for attempt in plan.attempts] == attempts
+    assert [item.snapshot for item in plan.attempts if item.snapshot] == ["one"] * (
+        "snapshot" in attempts
+    )
+    assert codes(plan) == []
+
+
+def test_why_no_snapshot_is_told_as_it_was_found() -> None:
+    found = Snapshots("snapshot.identity-mismatch", "kernel", "create one")
+    plan = decide(settings(), facts(snapshots=found))
+    assert plan.rejections[0] == Rejection("snapshot", found.code, "kernel", "create one")
+
+
+def test_the_users_own_loader_is_tried_once_after_a_snapshot() -> None:
+    wanted = settings("--load-format", "ipc_cache")
+    plan = decide(wanted, facts(vault=resident(wanted), snapshots=FITS))
+    assert [attempt.mode for attempt in plan.attempts] == ["snapshot", "ipc_cache"]
+
+
+def test_a_mode_that_failed_comes_first_among_the_reasons() -> None:
+    plan = decide(settings(), FACTS)
+    failed = Rejection("snapshot", "snapshot.canary", "why", "do")
+    assert plan.reject(failed).rejections == (failed, *plan.rejections)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,13 @@ does not raise: of several workers vLLM reads no answer behind the first that fa
 those for answers to its next call.
 """
 
+import random
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import numpy
+import torch
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
@@ -74,7 +77,19 @@ def _quiesce(worker: Any) -> dict[str, Any]:
 
 def _resume(worker: Any) -> dict[str, Any]:
     """Map all weights again, where they were."""
-    return _try_all(worker, residency.Residency.resume)
+    was_quiesced = not all(resident.mapped for resident in residency.RESIDENT)
+    answer = _try_all(worker, residency.Residency.resume)
+    if was_quiesced:
+        _reseed()
+    return answer
+
+
+def _reseed() -> None:
+    """Begin anew wherever samples come from: what is resumed may be a copy, one of many, and none
+    is to repeat another. Requests with a seed of their own have a generator of their own."""
+    torch.seed()
+    random.seed()
+    numpy.random.seed()  # the one that libraries use
 
 
 def _try_all(worker: Any, act: Callable[[residency.Residency], None]) -> dict[str, Any]:
