@@ -10,6 +10,8 @@ from .conf import CONTROL_SOCKET
 from .facts import Facts
 from .settings import Settings
 
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
 
 def build_engine_argv(settings: Settings, facts: Facts, kv_bytes: int | None) -> tuple[str, ...]:
     """Return the engine's argv: the user's own, byte-exact, then what is missing in it.
@@ -87,8 +89,14 @@ def build_engine_environment(settings: Settings, facts: Facts) -> dict[str, str]
 
 
 def inherit_environment(settings: Settings, added: Mapping[str, str]) -> dict[str, str]:
-    """Given settings and what the plan adds, return the whole environment of an engine."""
+    """Given settings and what the plan adds, return the whole environment of an engine.
+
+    An engine that downloads nothing gets no token for it: snapshots hold all of its memory.
+    """
     environment = {**settings.environ, **added}
+    if environment.get("HF_HUB_OFFLINE") == "1":
+        for name in HUB_TOKENS:
+            environment.pop(name, None)
     if len(settings.api_keys) == 1:
         environment["VLLM_API_KEY"] = settings.api_keys[0]
     return environment

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 from warmhold_entrypoint import plan as plan_module
 from warmhold_entrypoint.budget import GIB, MIB, choose_kv_bytes, choose_threads
-from warmhold_entrypoint.command import build_engine_environment, build_fetch_argv
+from warmhold_entrypoint.command import (
+    build_engine_environment,
+    build_fetch_argv,
+    inherit_environment,
+)
 from warmhold_entrypoint.errors import Fault, Rejection
 from warmhold_entrypoint.facts import Facts
 from warmhold_entrypoint.model import Model
@@ -135,6 +139,15 @@ def test_a_snapshot_that_fits_comes_first(mode: str, warm: bool, attempts: list[
         "snapshot" in attempts
     )
     assert codes(plan) == []
+
+
+@pytest.mark.parametrize(("added", "kept"), [({"HF_HUB_OFFLINE": "1"}, False), ({}, True)])
+def test_the_hubs_token_is_only_for_downloads(added: dict[str, str], kept: bool) -> None:
+    environ = {"HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2", "PATH": "/bin"}
+    wanted, _, _ = read_settings(environ, ())
+    found = inherit_environment(wanted, added)
+    assert ({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(found)) is kept
+    assert ("HF_TOKEN" in found) is kept and found["PATH"] == "/bin"
 
 
 def test_why_no_snapshot_is_told_as_it_was_found() -> None:
