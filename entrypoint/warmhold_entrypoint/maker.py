@@ -43,6 +43,9 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
         notes={GENERATIONS: generations},
         other_uid=request["other_uid"],
     )
+    if request["prune"]:
+        for name in store.prune(keep=1):
+            _log.info("removed an older snapshot", name=name)
     return describe(report)
 
 

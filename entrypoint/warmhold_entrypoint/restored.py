@@ -22,6 +22,8 @@ from warmhold_snapshot.restore import Restored, restore
 from warmhold_wcache.control_client import ControlError
 
 from .conf import CONTROL_SOCKET, VAULT_SOCKET
+from .errors import Rejection
+from .log import Log
 from .phases import Phases
 from .resident import read_vault
 from .settings import Settings
@@ -30,6 +32,8 @@ from .snapshots import FOLDER, split_generations
 
 _VAULT_S = 5.0
 _VAULT_POLL_S = 0.05
+
+_log = Log("snapshot")
 
 
 class AdoptedChild:
@@ -182,11 +186,15 @@ class Restoration:
         self._last, self.current = now, following
 
 
-def mark_failed(wish: Wish, error: SnapshotError, circumstances: Mapping[str, str]) -> None:
-    """Given what was to be restored and why it could not be, keep that beside the artifact; one
-    that is gone needs no mark."""
+def reject(wish: Wish, error: SnapshotError, circumstances: Mapping[str, str]) -> Rejection:
+    """Given what was to be restored and why it could not be, say so, keep it beside the artifact
+    (one that is gone needs no mark), and return it as a reason."""
+    for line in error.lines:
+        _log.warning("criu", line=line)
+    _log.warning("restore failed", code=error.code, detail=error.detail)
     with suppress(OSError, SnapshotError):
         write_mark(Store(wish.folder).path(wish.name), error, dict(circumstances))
+    return Rejection("snapshot", error.code, error.detail, error.remedy)
 
 
 def _require_weights(wanted: set[str], socket: Path) -> None:

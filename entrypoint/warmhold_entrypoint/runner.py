@@ -16,6 +16,7 @@ from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.restore import wait_for_others
 
 from . import weights
+from .auto import AutoSnapshots
 from .command import build_fetch_argv, inherit_environment
 from .engine_process import EngineProcess, explain_end, launch
 from .errors import EntrypointError, Exit, Fault, Rejection, exit_code_of_status
@@ -29,7 +30,7 @@ from .phases import PhaseClock
 from .pid1 import leave_exit_code
 from .plan import Attempt, Plan
 from .readiness import Event, Prober, Report, build_target
-from .restored import Restoration, build_wish, mark_failed
+from .restored import Restoration, build_wish, reject
 from .settings import Settings
 from .snapshotting import Snapshotting, raise_pids, remove_revoked
 from .start import PLAN_FILE, make_sound_plan, plan_restore, prepare_folders, write_loader
@@ -77,6 +78,7 @@ class Runner:
         self._process: EngineProcess | None = None
         self._prober: Prober | None = None
         self._leftovers = Leftovers(settings.env.run_dir)
+        self._auto = AutoSnapshots(settings.env.run_dir)
 
     def run(self) -> int:
         """Run until the end; return the exit code (0 only when a stop was asked for)."""
@@ -181,12 +183,8 @@ class Runner:
 
     def _after_failed_restore(self, attempt: Attempt, error: SnapshotError) -> tuple[int, str]:
         """Keep why it failed, beside the artifact and in the status; the next rung follows."""
-        for line in error.lines:
-            _log.warning("criu", line=line)
-        _log.warning("restore failed", code=error.code, detail=error.detail)
         wish = build_wish(self._settings, attempt.snapshot)
-        mark_failed(wish, error, self._plan.snapshots.circumstances)
-        rejection = Rejection("snapshot", error.code, error.detail, error.remedy)
+        rejection = reject(wish, error, self._plan.snapshots.circumstances)
         self._plan = self._plan.reject(rejection)
         self._refuse_wanted(rejection)
         return int(Exit.RESTORE), f"{error.code}: {error.detail}"
@@ -216,7 +214,10 @@ class Runner:
             if now >= look_at:
                 self._leftovers.note()
                 look_at = now + _SHM_LOOK_S
-            deadlines = [look_at, kill_at, ready_deadline if trying else None]
+            auto_at = self._auto.due(self._settings, self._plan, self._story, self._prober)
+            if auto_at is not None and now >= auto_at and not self._leaving:
+                self._begin_snapshot(None)
+            deadlines = [look_at, kill_at, auto_at, ready_deadline if trying else None]
             self._loop.wait(min(deadline for deadline in deadlines if deadline is not None))
             if fault := self._take_reports() or self._follow_snapshot():
                 return fault
@@ -243,8 +244,9 @@ class Runner:
         else:
             self._begin_restore(order)
 
-    def _begin_snapshot(self, order: Order) -> None:
+    def _begin_snapshot(self, order: Order | None) -> None:
         assert self._process is not None
+        self._auto.note(self._plan)
         self._stop_prober()
         self._story.ready = False
         pid = self._process.pid

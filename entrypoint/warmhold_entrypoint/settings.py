@@ -107,9 +107,15 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "shared"
     snapshot: Annotated[
-        Literal["manual", "off"],
-        _about("`manual`: `snapshot create` makes one, later starts restore it; `off`: neither."),
+        Literal["auto", "manual", "off"],
+        _about(
+            "`manual`: `snapshot create` makes one, later starts restore it; `auto` also makes one"
+            " where none fits, and keeps only that; `off`: neither."
+        ),
     ] = "manual"
+    snapshot_idle_s: Annotated[
+        Seconds, _about("`auto` waits until no request has come for so long, in seconds.")
+    ] = 30
     snapshot_verify: Annotated[
         Literal["always", "metadata"],
         _about("Before a restore compare every byte with its checksum, or names and sizes alone."),

@@ -29,8 +29,11 @@ _log = Log("snapshot")
 class Snapshotting:
     """One snapshot of the running engine. Owns its maker, and the order until it is answered."""
 
-    def __init__(self, order: Order, settings: Settings, plan: Plan, pid: int, loop: Loop) -> None:
-        self.name = order.name or f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    def __init__(
+        self, order: Order | None, settings: Settings, plan: Plan, pid: int, loop: Loop
+    ) -> None:
+        """Given an order, or None where nobody asked: all other artifacts are then removed."""
+        self.name = (order.name if order else "") or f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
         self.over = False
         self._interrupted = False
         self._order = order
@@ -45,6 +48,7 @@ class Snapshotting:
             "drain_s": _DRAIN_S,
             "identity": dict(plan.snapshots.identity),
             "other_uid": bool(settings.env.engine_uid),
+            "prune": order is None,
         }
         self._making = Making(request, loop)
 
@@ -93,7 +97,8 @@ class Snapshotting:
             _log.info("snapshot made", name=self.name, **{name: result[name] for name in shown})
         else:
             _log.warning("no snapshot", code=result["code"], detail=result["detail"])
-        self._order.answer(result)
+        if self._order:
+            self._order.answer(result)
 
 
 def raise_pids(plan: Plan) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,22 @@ MakeStack = Callable[..., Stack]
 
 
 @pytest.fixture
-def stack(make_stack: MakeStack, tmp_path: Path) -> Iterator[Stack]:
+def stack_with(make_stack: MakeStack, tmp_path: Path) -> Callable[..., Stack]:
+    """Serve with what the fake criu is told to do wrong."""
     orders = {"FAKE_CRIU_FILE": tmp_path / "criu", "FAKE_VLLM_CONTROL_FILE": tmp_path / "control"}
-    yield make_stack(**{name: str(path) for name, path in orders.items()}).serve()
+
+    def serve(criu: str, **environment: str) -> Stack:
+        (tmp_path / "criu").write_text(criu)
+        return make_stack(
+            **{name: str(path) for name, path in orders.items()}, **environment
+        ).serve()
+
+    return serve
+
+
+@pytest.fixture
+def stack(stack_with: Callable[..., Stack]) -> Stack:
+    return stack_with("")
 
 
 def tell(stack: Stack, what: str, order: str) -> None:
@@ -242,3 +255,27 @@ def test_a_named_mode_that_fails_ends_with_74(stack: Stack) -> None:
     stack.boot()
     assert stack.wait() == 74
     assert "told to fail" in stack.text()
+
+
+def test_one_is_made_by_itself_when_nobody_asks(make_stack: MakeStack) -> None:
+    stack = make_stack(WARMHOLD_SNAPSHOT="auto", WARMHOLD_SNAPSHOT_IDLE_S="1").serve()
+    eventually(lambda: "snapshot made" in stack.text(), "the snapshot")
+    (name,) = artifacts(stack)
+    stack.wait_ready()
+    assert stack.stop() == 0
+    stack.environment["FAKE_VLLM_OTHER"] = "makes another identity"
+    stack.boot()
+    stack.wait_ready(2)
+    assert snapshot_reason(stack) == "snapshot.identity-mismatch"
+    eventually(lambda: stack.text().count("snapshot made") == 2, "a new one")
+    assert len(artifacts(stack)) == 1 and artifacts(stack) != [name]
+    stack.wait_ready()
+    kill_front(stack)
+    assert stack.wait_ready(3)["mode"] == "snapshot"
+
+
+def test_one_that_fails_by_itself_costs_nothing(stack_with: Callable[..., Stack]) -> None:
+    stack = stack_with("dump", WARMHOLD_SNAPSHOT="auto", WARMHOLD_SNAPSHOT_IDLE_S="1")
+    eventually(lambda: "no snapshot code=snapshot.dump" in stack.text(), "the failure")
+    assert stack.wait_ready()["starts"] == 1
+    assert (stack.folder / "run" / "auto-snapshot.json").exists()
