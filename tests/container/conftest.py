@@ -5,6 +5,7 @@ Every start of the real engine is counted from the containers' own logs, printed
 bounded by `test_zz_budget.py`.
 """
 
+import json
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -82,6 +83,17 @@ def real(engine: DockerClient, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """The default: `docker compose up --wait` with the demo model, compiled, from empty caches."""
     folder = tmp_path_factory.mktemp("real")
     yield from compose_stack(engine, "warmhold-test", folder, ["compose.yaml"], {})
+
+
+@pytest.fixture(scope="session")
+def eager(engine: DockerClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
+    """With all rights and without compilation, for snapshots."""
+    folder = tmp_path_factory.mktemp("eager")
+    override = folder / "override.yaml"
+    command = ["--enforce-eager", "--max-model-len", "512"]
+    override.write_text(json.dumps({"services": {"warmhold": {"command": command}}}))
+    files = ["compose.yaml", str(override)]
+    yield from compose_stack(engine, "warmhold-eager", folder, files, {"HF_TOKEN": "hf_secret42"})
 
 
 @pytest.fixture(scope="session")
