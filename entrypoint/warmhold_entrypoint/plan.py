@@ -29,7 +29,7 @@ class Attempt:
 
     mode: str
     argv: tuple[str, ...]
-    snapshot: str = ""  # the artifact to restore; there is nothing to start then
+    snapshot: str = ""  # the artifact to restore; argv is then what it stands for
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def decide(settings: Settings, facts: Facts) -> Plan:
     for mode in MODES:
         reason = _reason_against(mode, settings, miss, facts.snapshots)
         if reason is None and mode == "snapshot":
-            attempts.append(Attempt(mode, (), facts.snapshots.name))
+            told = weights.add_loader(settings, argv, "auto")
+            attempts.append(Attempt(mode, told, facts.snapshots.name))
         elif reason is None:
             source = _choose_source(mode, settings, miss)
             attempts.append(Attempt(mode, weights.add_loader(settings, argv, source)))
