@@ -43,7 +43,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.obstacle = ""
         self.dead = False
-        self.closed_idle = 0
+        self.is_shut_out = False
         self.token = Token(7, " x", -0.5)
         self.held = asyncio.Event()
         self.release = asyncio.Event()
@@ -80,8 +80,11 @@ class FakeEngine:
         assert request_id == self.request_id
         await self._act("abort")
 
-    def close_idle(self) -> None:
-        self.closed_idle += 1
+    def shut_out(self) -> None:
+        self.is_shut_out = True
+
+    def let_in(self) -> None:
+        self.is_shut_out = False
 
     async def pause(self) -> None:
         await self._act("pause")

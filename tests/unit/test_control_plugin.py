@@ -2,6 +2,7 @@
 """The endpoint plug-in without vLLM: when it opens a socket, and when it does nothing at all."""
 
 import asyncio
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,12 +85,27 @@ async def test_a_path_that_cannot_be_costs_no_engine(
     assert "no control socket at /nowhere/control.sock" in caplog.text
 
 
-def test_connections_are_shut_as_uvicorn_does() -> None:
+def test_clients_are_shut_out_and_let_in() -> None:
     shut: list[str] = []
     connections = [SimpleNamespace(shutdown=lambda: shut.append("x"))]
     app = SimpleNamespace(state=SimpleNamespace())
     engine = VllmEngine(make_client(), app)
-    engine.close_idle()
-    app.state.server = SimpleNamespace(server_state=SimpleNamespace(connections=connections))
-    engine.close_idle()
-    assert shut == ["x"]
+    engine.shut_out()
+    engine.let_in()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+        listener.setblocking(False)
+        client.setblocking(False)
+        app.state.server = SimpleNamespace(
+            servers=[SimpleNamespace(sockets=[listener])],
+            server_state=SimpleNamespace(connections=connections),
+        )
+        engine.shut_out()
+        engine.shut_out()
+        assert shut == ["x", "x"]
+        client.connect_ex(listener.getsockname())
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        engine.let_in()
+        engine.let_in()
+        with socket.create_connection(listener.getsockname()):
+            listener.accept()[0].close()

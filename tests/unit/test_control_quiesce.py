@@ -104,6 +104,7 @@ async def test_a_quiesce_that_fails_is_undone(tmp_path: Path, name: str, end: st
             await stand.engine.held.wait()
             asking.cancel()
             await stand.calm()
+        assert not stand.engine.is_shut_out
         undone = ["warmhold_resume", "unpause"] if name == "warmhold_quiesce" else ["unpause"]
         assert stand.engine.calls == [*HELD_CALLS[: HELD_CALLS.index(name) + 1], *undone]
         assert not stand.gate.is_shut
@@ -173,16 +174,17 @@ async def test_a_held_engine_answers_canaries_and_nobody_else(tmp_path: Path) ->
         asking = stand.ask_soon(verb="hold")
         while not stand.gate.is_shut:
             await asyncio.sleep(0)
-        assert stand.engine.closed_idle == 0
+        assert not stand.engine.is_shut_out
         stand.gate.leave()
         assert (await asking)["quiesced"] is False
-        assert stand.engine.closed_idle == 1 and stand.engine.calls == []
+        assert stand.engine.is_shut_out and stand.engine.calls == []
         assert (await stand.ask(verb="state"))["phase"] == "held"
         assert (await stand.ask(verb="canary"))["token"] == 7
         assert stand.gate.is_shut
         assert (await stand.ask(verb="quiesce"))["quiesced"] is True
-        assert stand.engine.closed_idle == 2
+        assert stand.engine.is_shut_out
         assert (await stand.ask(verb="resume"))["ok"] and not stand.gate.is_shut
+        assert not stand.engine.is_shut_out
 
 
 @on_loop
@@ -192,6 +194,7 @@ async def test_a_held_engine_is_let_go(tmp_path: Path) -> None:
         assert (await stand.ask(verb="hold"))["ok"]
         assert (await stand.ask(verb="resume"))["quiesced"] is False
         assert stand.engine.calls == [] and not stand.gate.is_shut
+        assert not stand.engine.is_shut_out
 
 
 @pytest.mark.parametrize("end", ["late", "leaves"])
@@ -207,7 +210,7 @@ async def test_a_hold_that_fails_is_undone(tmp_path: Path, end: str) -> None:
                 await asyncio.sleep(0)
             asking.cancel()
             await stand.calm()
-        assert not stand.gate.is_shut and stand.engine.closed_idle == 0
+        assert not stand.gate.is_shut and not stand.engine.is_shut_out
         assert (await stand.ask(verb="state"))["phase"] == "serving"
 
 

@@ -26,7 +26,7 @@ async def test_the_order_of_a_snapshot(tmp_path: Path) -> None:
     async with serving(tmp_path) as stand:
         engine = ControlledEngine(stand.path, on_resumed=lambda: resumed.append("x"))
         await ask(engine.hold)
-        assert stand.gate.is_shut and stand.engine.closed_idle == 1
+        assert stand.gate.is_shut and stand.engine.is_shut_out
         canary = await ask(engine.canary)
         assert len(canary["nonce"]) == 32 and canary["tokens"] == [7] * len(PROMPTS)
         await ask(engine.quiesce)

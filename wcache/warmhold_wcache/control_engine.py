@@ -45,8 +45,12 @@ class Engine(Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request; one that is not there is fine."""
 
-    def close_idle(self) -> None:
-        """Close the connections of its clients on which no request runs."""
+    def shut_out(self) -> None:
+        """Accept no client any more, and close the connections on which no request runs. May be
+        repeated."""
+
+    def let_in(self) -> None:
+        """Accept clients again; nothing where they are accepted."""
 
     async def pause(self) -> None:
         """Begin no request any more, and return when none runs."""

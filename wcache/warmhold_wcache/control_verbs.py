@@ -116,8 +116,9 @@ class Control:
         }
 
     async def hold(self, limit_s: float) -> Answer:
-        """Given a limit, refuse new requests, wait for those that run, and close the connections
-        that are left. Canaries are answered meanwhile. Return seconds (drain).
+        """Given a limit, refuse new requests, wait for those that run, close the connections that
+        are left, and accept no more: clients wait until `resume`. Canaries are answered meanwhile.
+        Return seconds (drain).
 
         Raise control.busy where requests outlast the limit; requests are then served as before.
         """
@@ -134,7 +135,7 @@ class Control:
                     await self._put_back((), error)
                     raise
                 self._advance(Phase.HELD, "drained")
-            self._engine.close_idle()
+            self._engine.shut_out()
         finally:
             self._lock.release()
         return {"ok": True, "quiesced": self.is_quiesced, "seconds": {"drain": _since(began)}}
@@ -215,7 +216,7 @@ class Control:
     async def _drain(self, began: float, limit_s: float, done: list[str]) -> None:
         """Wait until nobody is inside, and then until the engine has finished."""
         await self._empty(began, limit_s)
-        self._engine.close_idle()
+        self._engine.shut_out()
         done.append("pause")
         try:
             await ask(self._engine, self._engine.pause(), began + limit_s)
@@ -223,6 +224,10 @@ class Control:
             if error.code != "control.timeout":
                 raise
             raise self._busy(limit_s) from None
+
+    def _let_in(self) -> None:
+        self._engine.let_in()
+        self._gate.open()
 
     def _busy(self, limit_s: float) -> ControlError:
         count = max(self._gate.inside, self._engine.count_requests())
@@ -244,7 +249,7 @@ class Control:
             detail = f"{error}; and it could not be undone: {second}"
             remedy = "resume; if that fails too, restart the engine"
             raise ControlError("control.failed", detail, remedy) from error
-        self._gate.open()
+        self._let_in()
         self._advance(Phase.SERVING, f"quiesce undone: {error!r}")
 
     async def _resume(self, limit_s: float) -> Answer:
@@ -254,12 +259,12 @@ class Control:
         try:
             workers: list[Answer] = []
             if self._phase is Phase.HELD:
-                self._gate.open()
+                self._let_in()
                 self._advance(Phase.SERVING, "let go")
             elif self._phase is not Phase.SERVING:
                 workers = await ask_workers(self._engine, "resume", deadline)
                 await ask(self._engine, self._engine.unpause(), deadline)
-                self._gate.open()
+                self._let_in()
                 self._advance(Phase.SERVING, "resumed")
         finally:
             self._lock.release()
