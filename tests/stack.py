@@ -67,6 +67,7 @@ class Stack:
             "WARMHOLD_CANARY_TIMEOUT_S": "2",
             "WARMHOLD_DRAIN_S": "5",
             "FAKE_VLLM_EXIT_FILE": str(self.engine_exit),
+            "FAKE_VLLM_TAG": str(self.port),
             **environment,
         }
         self._process: subprocess.Popen[bytes] | None = None
@@ -173,6 +174,10 @@ class Stack:
         """PID of the runner, from outside: the parent of the engine's front."""
         return _parent(Path(f"/proc/{self.roles()['front']}/status").read_text())
 
+    def shm_files(self) -> set[str]:
+        """This stack's files in /dev/shm, which all stacks of the machine share."""
+        return {path.name for path in Path("/dev/shm").glob(f"psm_fake_{self.port}_*")}
+
     def complete(self) -> Mapping[str, Any]:
         """One completion by plain HTTP."""
         import urllib.request
@@ -189,11 +194,6 @@ class Stack:
 
 def _parent(status: str) -> int:
     return int(status.split("\nPPid:\t")[1].split("\n")[0])
-
-
-def shm_files() -> set[str]:
-    """The fake engine's files in /dev/shm."""
-    return {path.name for path in Path("/dev/shm").glob("psm_fake_*")}
 
 
 def can_unshare() -> bool:

@@ -136,7 +136,8 @@ def kill_once(real: RealStack, kind: str) -> None:
     assert len(real.vault()) == 1
     assert kinds(real) == before[0] == dict.fromkeys(KINDS, 1)
     assert not old & set(real.tree())
-    assert len(real.shm_files()) == len(before[1]), (before[1], real.shm_files())
+    # An engine that compiled something holds a semaphore more than the next one.
+    assert len(real.shm_files()) <= len(before[1]), (before[1], real.shm_files())
     memory = real.anonymous_bytes()
     assert memory < 1.25 * before[2]
     KILLS.append(Kill(kind, after["total_s"], before[2] >> 20, memory >> 20))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from stack import Stack, can_unshare, shm_files
+from stack import Stack, can_unshare
 
 
 @pytest.fixture
@@ -23,5 +23,5 @@ def make_stack(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
     yield make
     for stack in made:
         stack.close()
-    for name in shm_files():  # a stack that was killed could not remove its own
-        Path("/dev/shm", name).unlink()
+        for name in stack.shm_files():  # a stack that was killed could not remove its own
+            Path("/dev/shm", name).unlink()

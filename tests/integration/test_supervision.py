@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stack import ROOT, Stack, eventually, free_port, shm_files, write_model
+from stack import ROOT, Stack, eventually, free_port, write_model
 
 MakeStack = Callable[..., Stack]
 NASTY = ["100%", 'say "hi"', "it's", "$HOME", "a\nb", '{"x": [1, "%d"]}', " ; # ", ""]
@@ -38,7 +38,7 @@ def test_a_healthy_boot_says_so_once_and_nothing_else(make_stack: MakeStack) -> 
     assert stack.run("healthcheck").returncode == 0
     assert stack.run("healthcheck", "--live").returncode == 0
     assert stack.stop() == 0
-    assert shm_files() == set()
+    assert stack.shm_files() == set()
 
 
 def test_arguments_arrive_byte_exact_from_command_and_variable(make_stack: MakeStack) -> None:
@@ -65,7 +65,7 @@ def test_restart_waits_until_the_new_engine_serves(make_stack: MakeStack) -> Non
     after = stack.tree()
     assert len(after) == 3
     assert not set(before) & set(after)
-    assert len(shm_files()) == 1
+    assert len(stack.shm_files()) == 1
 
 
 def test_restart_of_an_engine_that_never_serves_is_an_error(make_stack: MakeStack) -> None:
@@ -91,12 +91,12 @@ def test_one_tree_after_kill(make_stack: MakeStack, victim: str) -> None:
         new = set(stack.tree())
         assert len(new) == 3
         assert not old & new
-        assert len(shm_files()) == 1
+        assert len(stack.shm_files()) == 1
         assert status["crashes"] == round_ + 1
         assert status["last_exit"]["code"] != 0
     assert stack.stop() == 0
     assert stack.tree() == {}
-    assert shm_files() == set()
+    assert stack.shm_files() == set()
 
 
 def test_an_engine_that_ends_with_0_unasked_has_failed(make_stack: MakeStack) -> None:
@@ -298,4 +298,4 @@ def test_a_killed_container_is_explained_at_the_next_start(make_stack: MakeStack
     status = stack.boot().wait_ready(starts=2)
     assert status["last_exit"]["code"] == 137
     assert "out of memory" in status["last_exit"]["reason"]
-    assert len(shm_files()) == 1
+    assert len(stack.shm_files()) == 1
