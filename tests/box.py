@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import tarfile
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,24 @@ class RealStack(Box):
             **options,
         }
         return str(self.ask("/v1/completions", body)["choices"][0]["text"])
+
+    def stream(self, tokens: int) -> Iterator[str]:
+        """The pieces of an answer of exactly so many tokens, as they come; fails if it is cut."""
+        body = {"model": "demo", "prompt": "The capital of France is", "max_tokens": tokens}
+        options = {"temperature": 0, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps({**body, **options}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            for line in answer:
+                data = line.decode().removeprefix("data: ").strip()
+                if data == "[DONE]":
+                    return
+                if data:
+                    yield str(json.loads(data)["choices"][0]["text"])
+        raise AssertionError("the stream ended without [DONE]")
 
     def answers(self, path: str = "", model: str = "demo", **options: Any) -> list[Any]:
         """Tokens and log-probabilities of 20 fixed prompts, asked one after the other."""
