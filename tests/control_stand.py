@@ -83,7 +83,7 @@ class FakeEngine:
     def shut_out(self) -> None:
         self.is_shut_out = True
 
-    def let_in(self) -> None:
+    async def let_in(self) -> None:
         self.is_shut_out = False
 
     async def pause(self) -> None:

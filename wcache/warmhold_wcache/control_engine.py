@@ -49,7 +49,7 @@ class Engine(Protocol):
         """Accept no client any more, and close the connections on which no request runs. May be
         repeated."""
 
-    def let_in(self) -> None:
+    async def let_in(self) -> None:
         """Accept clients again; nothing where they are accepted."""
 
     async def pause(self) -> None:

@@ -225,8 +225,8 @@ class Control:
                 raise
             raise self._busy(limit_s) from None
 
-    def _let_in(self) -> None:
-        self._engine.let_in()
+    async def _let_in(self) -> None:
+        await self._engine.let_in()
         self._gate.open()
 
     def _busy(self, limit_s: float) -> ControlError:
@@ -249,7 +249,7 @@ class Control:
             detail = f"{error}; and it could not be undone: {second}"
             remedy = "resume; if that fails too, restart the engine"
             raise ControlError("control.failed", detail, remedy) from error
-        self._let_in()
+        await self._let_in()
         self._advance(Phase.SERVING, f"quiesce undone: {error!r}")
 
     async def _resume(self, limit_s: float) -> Answer:
@@ -259,12 +259,12 @@ class Control:
         try:
             workers: list[Answer] = []
             if self._phase is Phase.HELD:
-                self._let_in()
+                await self._let_in()
                 self._advance(Phase.SERVING, "let go")
             elif self._phase is not Phase.SERVING:
                 workers = await ask_workers(self._engine, "resume", deadline)
                 await ask(self._engine, self._engine.unpause(), deadline)
-                self._let_in()
+                await self._let_in()
                 self._advance(Phase.SERVING, "resumed")
         finally:
             self._lock.release()

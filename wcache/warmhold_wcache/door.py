@@ -1,29 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets a listening socket get no new connection for a while; who tries meanwhile waits.
+"""Lets a uvicorn server accept no connection for a while; who comes meanwhile waits.
 
-A filter on the socket drops what arrives, so that the other side's kernel asks again: after 1 s,
-3 s, 7 s. The listener itself stays as it is, whichever event loop has it, and a snapshot takes the
-filter along. Needs no right. Source: socket(7), SO_ATTACH_FILTER.
+The event loop gives its listeners up, and duplicates keep them open: the kernel goes on queueing
+connections, as many as the server's backlog, and they are served once the door is open again. A
+snapshot takes the duplicates along.
 """
 
-import ctypes
-import os
+import asyncio
 import socket
-import struct
-
-_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # asm-generic/socket.h
-_DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)  # BPF_RET | BPF_K, 0 bytes
+from functools import partial
+from typing import Any
 
 
-def shut(listener_fd: int) -> None:
-    """Given a listening socket, let nobody in; raise OSError where that is not possible."""
-    program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
-    request = struct.pack("HP", 1, ctypes.addressof(program))
-    with socket.socket(fileno=os.dup(listener_fd)) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, request)
+class Door:
+    """The listeners of a `uvicorn.Server`; belongs to the event loop that serves them."""
 
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self._parked: list[socket.socket] = []
 
-def unlock(listener_fd: int) -> None:
-    """Given a listening socket, let everybody in again; raise OSError where it was not shut."""
-    with socket.socket(fileno=os.dup(listener_fd)) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+    def shut(self) -> None:
+        """Accept nobody, and close the connections on which no request runs; one that answers
+        closes when it has. May be repeated."""
+        for listener in self._server.servers:
+            self._parked += [item.dup() for item in listener.sockets]
+            listener.close()
+        self._server.servers.clear()
+        for connection in list(self._server.server_state.connections):
+            connection.shutdown()
+
+    async def open(self) -> None:
+        """Accept again, those first who waited; nothing where the door is not shut."""
+        server, config = self._server, self._server.config
+        protocol = partial(
+            config.http_protocol_class,
+            config=config,
+            server_state=server.server_state,
+            app_state=server.lifespan.state,
+        )
+        loop = asyncio.get_running_loop()
+        while self._parked:
+            listener = await loop.create_server(
+                protocol, sock=self._parked[-1], ssl=config.ssl, backlog=config.backlog
+            )
+            self._parked.pop()  # the loop's own from here on
+            server.servers.append(listener)

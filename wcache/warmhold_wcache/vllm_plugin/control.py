@@ -14,11 +14,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from warmhold_wcache import door
 from warmhold_wcache.control_engine import Token
 from warmhold_wcache.control_protocol import ControlError
 from warmhold_wcache.control_server import ControlServer
 from warmhold_wcache.control_verbs import Control
+from warmhold_wcache.door import Door
 from warmhold_wcache.gate import Gate, GateMiddleware
 from warmhold_wcache.server import listen
 
@@ -76,7 +76,7 @@ class VllmEngine:
     def __init__(self, client: Any, app: Any) -> None:
         self._client = client
         self._app = app
-        self._shut: list[int] = []  # listeners that get no connection now
+        self._door: Door | None = None
 
     def find_obstacle(self) -> str:
         """Why its weights cannot be unmapped; "" where they can. Looks, and asks no worker: one
@@ -142,25 +142,18 @@ class VllmEngine:
         await self._client.abort(request_id)
 
     def shut_out(self) -> None:
-        """Accept no client any more, and close connections on which no request runs; one that
-        answers closes when it has.
-
-        uvicorn's own list of them, and what it does itself when it stops; vLLM keeps the server in
-        the app's state."""
+        """Accept no client any more, and close connections on which no request runs. vLLM keeps
+        the server in the app's state."""
         server = getattr(self._app.state, "server", None)
-        if server is None:
-            return
-        if not self._shut:
-            self._shut = [item.fileno() for listener in server.servers for item in listener.sockets]
-            for fd in self._shut:
-                door.shut(fd)
-        for connection in list(server.server_state.connections):
-            connection.shutdown()
+        if self._door is None and server is not None:
+            self._door = Door(server)
+        if self._door is not None:
+            self._door.shut()
 
-    def let_in(self) -> None:
+    async def let_in(self) -> None:
         """Accept clients again."""
-        while self._shut:
-            door.unlock(self._shut.pop())
+        if self._door is not None:
+            await self._door.open()
 
     async def pause(self) -> None:
         """Begin no request any more, and return when none runs; cached prefixes are forgotten."""
