@@ -2,7 +2,6 @@
 """The endpoint plug-in without vLLM: when it opens a socket, and when it does nothing at all."""
 
 import asyncio
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
