@@ -58,9 +58,11 @@ def test_a_killed_engine_is_restored(eager: RealStack, kind: str) -> None:
 
 
 def test_its_log_goes_on(eager: RealStack) -> None:
-    lines = re.findall(r"^\(APIServer pid=(\d+)\).*POST /v1/completions", eager.log(), re.M)
-    assert int(lines[-1]) in eager.tree()
-    assert eager.log().rindex("POST /v1/completions") > eager.log().rindex("READY")
+    eager.complete()
+    since_ready = eager.log().rpartition("READY")[2]
+    assert "POST /v1/completions" in since_ready
+    said_by = re.findall(r"^\(APIServer pid=(\d+)\)", eager.log().rpartition("restoring")[2], re.M)
+    assert {int(pid) for pid in said_by} == {find(eager, "front")}
 
 
 def test_two_restores_do_not_repeat_each_other(eager: RealStack) -> None:
