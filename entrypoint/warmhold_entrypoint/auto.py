@@ -21,7 +21,7 @@ FILE_NAME = "auto-snapshot.json"
 # What a new artifact is the answer to.
 _ANSWERED = (
     *("snapshot.absent", "snapshot.identity-mismatch"),
-    *("snapshot.marked-failed", "snapshot.damaged"),
+    *("snapshot.marked-failed", "snapshot.damaged", "snapshot.weights-damaged"),
 )
 
 

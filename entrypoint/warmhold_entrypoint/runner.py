@@ -169,8 +169,7 @@ class Runner:
         """Bring an engine back from a snapshot; return why that failed, with nothing left of it."""
         _log.info("engine restoring", snapshot=name)
         self._clock = restoration = Restoration(build_wish(self._settings, name), self._loop.wake)
-        while not restoration.done:
-            self._loop.wait(None)
+        restoration.wait(self._loop)
         if restoration.process is None:
             os.close(restoration.reader)
         else:
@@ -184,7 +183,7 @@ class Runner:
     def _after_failed_restore(self, attempt: Attempt, error: SnapshotError) -> tuple[int, str]:
         """Keep why it failed, beside the artifact and in the status; the next rung follows."""
         wish = build_wish(self._settings, attempt.snapshot)
-        rejection = reject(wish, error, self._plan.snapshots.circumstances)
+        rejection = reject(wish, error)
         self._plan = self._plan.reject(rejection)
         self._refuse_wanted(rejection)
         return int(Exit.RESTORE), f"{error.code}: {error.detail}"

@@ -9,10 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from warmhold_entrypoint.resident import Vault
 from warmhold_entrypoint.restored import AdoptedChild, Restoration, Wish, reject
+from warmhold_entrypoint.snapshots import read_circumstances
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
-from warmhold_snapshot.mark import read_mark
+from warmhold_snapshot.mark import clear_mark, read_mark
 
 PATIENCE_S = 60
 
@@ -51,7 +53,7 @@ def test_no_descriptor_is_left() -> None:
 
 def test_an_artifact_that_is_gone(tmp_path: Path) -> None:
     ended = threading.Event()
-    wish = Wish(tmp_path / "snapshots", "one", tmp_path / "c.sock", tmp_path / "v.sock", True)
+    wish = Wish(tmp_path / "snapshots", "one", tmp_path / "c.sock", tmp_path / "v.sock", True, True)
     restoration = Restoration(wish, ended.set)
     assert ended.wait(PATIENCE_S) and restoration.done
     assert restoration.process is None
@@ -63,11 +65,16 @@ def test_why_it_failed_stays_beside_the_artifact(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(tmp_path / "snapshots")
-    wish = Wish(store.folder, "one", tmp_path, tmp_path, True)
+    wish = Wish(store.folder, "one", tmp_path, tmp_path, True, True)
     error = SnapshotError("snapshot.restore", "why", "do", ["Error (a.c:1): no"])
-    assert reject(wish, error, {}).code == "snapshot.restore", "there is no such artifact"
+    assert reject(wish, error).code == "snapshot.restore", "there is no such artifact"
     store.path("one").mkdir()
-    rejection = reject(wish, error, {"container": "c"})
+    rejection = reject(wish, error)
     assert (rejection.mode, rejection.detail, rejection.remedy) == ("snapshot", "why", "do")
     mark = read_mark(store.path("one"))
-    assert mark and (mark.code, mark.circumstances) == ("snapshot.restore", {"container": "c"})
+    assert mark and mark.code == "snapshot.restore"
+    assert mark.circumstances == read_circumstances(Vault())
+    clear_mark(store.path("one"))
+    stopped = SnapshotError("snapshot.stopped", "it was interrupted by a stop")
+    assert reject(wish, stopped).code == "snapshot.stopped"
+    assert read_mark(store.path("one")) is None, "a stop says nothing of the artifact"
