@@ -30,6 +30,7 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
     store = Store(Path(request["folder"]))
     for left in store.sweep():
         _log.warning("removed what a killed maker left", folder=left)
+    store.sweep_weights()
     try:
         generations = sorted(engine.generations())
     except ControlError as error:

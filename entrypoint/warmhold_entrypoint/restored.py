@@ -27,7 +27,7 @@ from .flat_weights import publish_flat
 from .log import Log
 from .loop import Loop
 from .phases import Phases
-from .resident import Vault, read_vault
+from .resident import COMING, Vault, read_vault
 from .settings import Settings
 from .snapshot_engine import ControlledEngine
 from .snapshots import FOLDER, read_circumstances, split_generations
@@ -236,7 +236,7 @@ def _find_absent(wanted: set[str], wish: Wish) -> list[str]:
         absent = sorted(wanted - {row["id"] for row in vault.rows})
         if not absent or (wish.flat and not vault.code):
             return absent
-        if vault.code not in ("loading", "absent", "dead-socket") or time.monotonic() > deadline:
+        if vault.code not in COMING or time.monotonic() > deadline:
             detail = vault.detail or f"the vault does not hold {', '.join(absent)}"
             remedy = "none: another mode loads them"
             raise SnapshotError("snapshot.weights-absent", detail, remedy)

@@ -23,7 +23,7 @@ from warmhold_snapshot.manifest import Manifest
 from warmhold_snapshot.mark import read_mark
 from warmhold_wcache.key import compare as compare_keys
 
-from .resident import Vault
+from .resident import COMING, Vault
 from .settings import Settings
 
 FOLDER = "snapshots"
@@ -227,7 +227,7 @@ def _find_missing_weights(
     if not absent or vault.code == "loading":
         return None
     code, why = "snapshot.weights-absent", vault.detail or "WARMHOLD_SNAPSHOT_WEIGHTS=none"
-    if flat and not vault.code:
+    if flat and vault.code in ("", *COMING):
         try:
             for generation_id in absent:
                 store.flat.verify(generation_id)
