@@ -23,7 +23,7 @@ from warmhold_snapshot.manifest import Manifest
 from warmhold_snapshot.mark import read_mark
 from warmhold_wcache.key import compare as compare_keys
 
-from .resident import Vault
+from .resident import COMING, Vault
 from .settings import Settings
 
 FOLDER = "snapshots"
@@ -41,15 +41,13 @@ _CREATE = "run `snapshot create` in the container while the engine serves"
 class Snapshots:
     """What there is: `name` is the newest artifact that can be restored, or `code` says why none
     can. `identity` is that of what would be started now (empty where there can be no artifact),
-    `circumstances` what a failed restore may have depended on, `revoked` the names of artifacts
-    that hold a secret which has changed since."""
+    `revoked` the names of artifacts that hold a secret which has changed since."""
 
     code: str = "snapshot.absent"
     detail: str = "there is none yet"
     remedy: str = _CREATE
     name: str = ""
     identity: Mapping[str, str] = field(default_factory=dict)
-    circumstances: Mapping[str, str] = field(default_factory=dict)
     revoked: tuple[str, ...] = ()
 
 
@@ -90,7 +88,8 @@ def read_snapshots(
             secrets=collect_secrets(settings),
             weights=json.dumps(dict(key)),
         )
-        return judge(store, now, read_circumstances(vault), vault, wanted)
+        flat = env.snapshot_weights == "flat"
+        return judge(store, now, read_circumstances(vault), vault, wanted, flat)
     except SnapshotError as error:
         return Snapshots(error.code, error.detail, error.remedy or _CREATE)
 
@@ -101,9 +100,10 @@ def judge(
     circumstances: Mapping[str, str],
     vault: Vault,
     wanted: str = "",
+    flat: bool = False,
 ) -> Snapshots:
-    """Given the store, the identity and circumstances now and the vault, return the newest artifact
-    that fits, or what is against the newest."""
+    """Given the store, the identity and circumstances now, the vault, and whether flat files stand
+    in for it, return the newest artifact that fits, or what is against the newest."""
     against: list[tuple[str, str, str]] = []
     revoked = []
     fits = ""
@@ -115,7 +115,8 @@ def judge(
         if any(item.field.startswith("secret.") for item in differences):
             revoked.append(name)
         if not fits:
-            reason = _reason_against(store, manifest, differences, circumstances, vault, wanted)
+            reason = _reason_against(store, manifest, differences, circumstances, wanted)
+            reason = reason or _find_missing_weights(store, manifest, vault, flat)
             if reason is None:
                 fits = name
             else:
@@ -128,7 +129,7 @@ def judge(
         code, detail, remedy = "snapshot.absent", "there is none yet", _CREATE
         if wanted:
             detail, remedy = f"no snapshot {wanted}", "see `snapshot list`"
-    return Snapshots(code, detail, remedy, fits, now, circumstances, tuple(revoked))
+    return Snapshots(code, detail, remedy, fits, now, tuple(revoked))
 
 
 def find_differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[Difference]:
@@ -203,7 +204,6 @@ def _reason_against(
     manifest: Manifest,
     differences: Sequence[Difference],
     circumstances: Mapping[str, str],
-    vault: Vault,
     wanted: str,
 ) -> tuple[str, str, str] | None:
     """Code, detail and remedy where an artifact cannot be restored now."""
@@ -216,9 +216,23 @@ def _reason_against(
         detail = f"{name}: {mark.code}: {mark.detail}"
         remedy = f"`snapshot restore {name}` tries it again; or create a new one"
         return "snapshot.marked-failed", detail, remedy
-    resident = {row["id"] for row in vault.rows}
-    if vault.code != "loading" and (absent := split_generations(manifest) - resident):
-        detail = f"{name}: the vault does not hold {', '.join(sorted(absent))}"
-        remedy = "none: another mode loads them; a new container's vault is empty"
-        return "snapshot.weights-absent", detail, remedy
     return None
+
+
+def _find_missing_weights(
+    store: Store, manifest: Manifest, vault: Vault, flat: bool
+) -> tuple[str, str, str] | None:
+    """Code, detail and remedy where the vault does not hold the weights and cannot get them."""
+    absent = sorted(split_generations(manifest) - {row["id"] for row in vault.rows})
+    if not absent or vault.code == "loading":
+        return None
+    code, why = "snapshot.weights-absent", vault.detail or "WARMHOLD_SNAPSHOT_WEIGHTS=none"
+    if flat and vault.code in ("", *COMING):
+        try:
+            for generation_id in absent:
+                store.flat.verify(generation_id)
+            return None
+        except SnapshotError as error:
+            code, why = error.code, error.detail
+    detail = f"{manifest.name}: the vault does not hold {', '.join(absent)}; {why}"
+    return code, detail, "none: another mode loads them; a new container's vault is empty"
