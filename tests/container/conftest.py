@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from box import KILLS, REAL_STARTS, Box, RealStack
+from box import EAGER, KILLS, REAL_STARTS, Box, RealStack
 from stack import ROOT, free_port
 from testcontainers.compose import DockerCompose
 
@@ -90,8 +90,7 @@ def eager(engine: DockerClient, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """With all rights and without compilation, for snapshots."""
     folder = tmp_path_factory.mktemp("eager")
     override = folder / "override.yaml"
-    command = ["--enforce-eager", "--max-model-len", "512"]
-    override.write_text(json.dumps({"services": {"warmhold": {"command": command}}}))
+    override.write_text(json.dumps({"services": {"warmhold": {"command": EAGER}}}))
     files = ["compose.yaml", str(override)]
     yield from compose_stack(engine, "warmhold-eager", folder, files, {"HF_TOKEN": "hf_secret42"})
 

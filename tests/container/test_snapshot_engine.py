@@ -3,19 +3,23 @@
 
 import json
 import re
-import threading
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
-from box import RealStack
+from box import PATIENCE_S, Box, RealStack
+from conftest import EAGER
 from stack import eventually
+from storm import Storm
+
+from docker import DockerClient
 
 pytestmark = pytest.mark.container
 SEEN: dict[str, Any] = {}
 KINDS = {"front": "vllm serve", "core": "VLLM::EngineCore", "worker": "VLLM::Worker"}
 
 
-def find(eager: RealStack, kind: str) -> int:
+def find(eager: Box, kind: str) -> int:
     return next(pid for pid, item in eager.tree().items() if KINDS[kind] in item["command"])
 
 
@@ -37,6 +41,7 @@ def test_check_passes(eager: RealStack) -> None:
 
 def test_a_serving_engine_is_snapshotted_and_goes_on(eager: RealStack) -> None:
     SEEN["answers"], SEEN["tree"] = eager.answers(), set(eager.tree())
+    SEEN["many"] = eager.complete_many(200, 16)
     code, text = eager.run("snapshot", "create", "--name", "one", "--json")
     assert code == 0, text + eager.log()[-6000:]
     report = json.loads(text)
@@ -45,7 +50,7 @@ def test_a_serving_engine_is_snapshotted_and_goes_on(eager: RealStack) -> None:
     assert eager.wait_ready()["mode"] == "disk"
     assert set(eager.tree()) == SEEN["tree"]
     assert eager.answers() == SEEN["answers"]
-    assert min(SEEN["tree"]) > 3000
+    assert min(SEEN["tree"]) > 1000
     assert "one" in eager.run("snapshot", "list")[1]
 
 
@@ -85,40 +90,25 @@ def test_the_engine_has_no_rights_after_a_restore(eager: RealStack) -> None:
         assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
 
 
+def test_a_loaded_engine_answers_as_before(eager: RealStack) -> None:
+    """200 requests, 16 at a time, of a restored engine and of one that loaded its weights itself
+    differ in no more answers than two rounds of the latter do."""
+    assert eager.wait_ready()["mode"] == "snapshot"
+    assert eager.complete_many(200, 16) == SEEN["many"]
+
+
 def test_clients_meanwhile_get_an_answer_or_503(eager: RealStack) -> None:
-    stop, statuses, broken = threading.Event(), [], []
-
-    def ask() -> None:
-        import http.client
-
-        while not stop.is_set():
-            connection = http.client.HTTPConnection("127.0.0.1", eager.port, timeout=120)
-            try:
-                for _ in range(3):
-                    body = {"model": "demo", "prompt": "One, two,", "max_tokens": 4}
-                    headers = {"Content-Type": "application/json"}
-                    connection.request("POST", "/v1/completions", json.dumps(body), headers)
-                    answer = connection.getresponse()
-                    answer.read()
-                    statuses.append(answer.status)
-            except (OSError, http.client.HTTPException) as error:
-                broken.append(repr(error))
-            finally:
-                connection.close()
-
-    clients = [threading.Thread(target=ask) for _ in range(4)]
-    for client in clients:
-        client.start()
-    eventually(lambda: len(statuses) > 8, "answers")
-    code, text = eager.run("snapshot", "create", "--name", "busy", "--json")
-    eager.wait_ready()
-    eventually(lambda: statuses[-1] == 200, "answers again")
-    stop.set()
-    for client in clients:
-        client.join()
-    print(code, {status: statuses.count(status) for status in set(statuses)}, broken[:5])
-    assert code == 0, text
-    assert set(statuses) == {200, 503}
+    for round_number in range(2):
+        with Storm(eager.port) as storm:
+            eventually(lambda found=storm: len(found.statuses) > 16, "answers")
+            code, text = eager.run("snapshot", "create", "--name", "busy", "--json")
+            eager.wait_ready()
+            answered = len(storm.statuses)
+            eventually(lambda found=storm, n=answered: len(found.statuses) > n + 16, "answers")
+        print(round_number, code, storm.count(), storm.broken[:5])
+        assert code == 0, text
+        assert storm.broken == []
+        assert set(storm.statuses) == {200, 503}
     assert eager.run("snapshot", "restore", "busy")[0] == 0
     assert eager.wait_ready()["snapshot"] == "busy"
     assert eager.answers() == SEEN["answers"]
@@ -139,3 +129,55 @@ def test_a_damaged_one_is_followed_by_the_next_mode(eager: RealStack) -> None:
     assert eager.answers() == SEEN["answers"]
     code, text = eager.run("snapshot", "restore")
     assert code == 0 and "one" in text, "the other one still fits"
+
+
+def test_a_right_that_is_missing_is_named_and_nothing_is_frozen(guarded: RealStack) -> None:
+    before = guarded.tree()
+    code, text = guarded.run("snapshot", "check")
+    assert code != 0 and "SYS_ADMIN" in text
+    code, text = guarded.run("snapshot", "create")
+    assert code == 77 and "SYS_ADMIN" in text, text
+    assert set(guarded.tree()) == set(before)
+    assert guarded.wait_ready()["starts"] == 1
+
+
+def test_a_new_container_is_served_from_the_volume(eager: RealStack, engine: DockerClient) -> None:
+    """Another host name, another address, and two hundred processes before ours."""
+    eager.container.stop()
+    script = f"for i in $(seq 200); do sleep 1000 & done; exec warmhold {' '.join(EAGER)}"
+    network = engine.networks.create("warmhold-eager-other")
+    options = {"entrypoint": ["sh"], "hostname": "another", "network": network.name}
+    try:
+        with eager.copied(["-c", script], {}, **options) as other:
+            status = other.wait_ready()
+            assert (status["mode"], status["snapshot"]) == ("snapshot", "one"), other.log()[-6000:]
+            assert status["weights"]["mode"] == "flat"
+            print(f"new container: {status['total_s']:.2f} s {status['phases']}")
+            assert other.answers() == SEEN["answers"]
+            assert "engine starting" not in other.log()
+    finally:
+        network.remove()
+
+
+def test_a_changed_key_revokes_it_and_a_new_one_is_made_by_itself(eager: RealStack) -> None:
+    """The old way in gets 401, and no artifact lets anybody in by it any more."""
+    environment = {"WARMHOLD_API_KEY": "sk-new-42"}
+    environment |= {"WARMHOLD_SNAPSHOT": "auto", "WARMHOLD_SNAPSHOT_IDLE_S": "2"}
+    with eager.copied(EAGER, environment) as other:
+        eventually(lambda: "READY" in other.log(), "the first start", PATIENCE_S)
+        (reason,) = [
+            item for item in (other.status() or {})["rejections"] if item["mode"] == "snapshot"
+        ]
+        assert reason["code"] == "snapshot.identity-mismatch" and "api_key" in reason["detail"]
+        assert "one" not in other.run("snapshot", "list")[1].split()
+        eventually(lambda: "snapshot made" in other.log(), "the snapshot", PATIENCE_S)
+        other.wait_ready()
+        answers = other.answers(key="sk-new-42")
+        for starts in (2, 3):
+            assert other.run("kill", "-9", str(find(other, "front")))[0] == 0
+            eventually(lambda n=starts: other.log().count("READY") == n, "a restore", PATIENCE_S)
+            assert other.wait_ready()["mode"] == "snapshot"
+            with pytest.raises(HTTPError) as caught:
+                other.complete()
+            assert caught.value.code == 401
+            assert other.answers(key="sk-new-42") == answers
