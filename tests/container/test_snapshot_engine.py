@@ -7,8 +7,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 import pytest
-from box import PATIENCE_S, Box, RealStack
-from conftest import EAGER
+from box import EAGER, PATIENCE_S, Box, RealStack
 from stack import eventually
 from storm import Storm
 
@@ -165,9 +164,9 @@ def test_a_changed_key_revokes_it_and_a_new_one_is_made_by_itself(eager: RealSta
     environment |= {"WARMHOLD_SNAPSHOT": "auto", "WARMHOLD_SNAPSHOT_IDLE_S": "2"}
     with eager.copied(EAGER, environment) as other:
         eventually(lambda: "READY" in other.log(), "the first start", PATIENCE_S)
-        (reason,) = [
-            item for item in (other.status() or {})["rejections"] if item["mode"] == "snapshot"
-        ]
+        status = other.status()
+        assert status
+        reason = next(item for item in status["rejections"] if item["mode"] == "snapshot")
         assert reason["code"] == "snapshot.identity-mismatch" and "api_key" in reason["detail"]
         assert "one" not in other.run("snapshot", "list")[1].split()
         eventually(lambda: "snapshot made" in other.log(), "the snapshot", PATIENCE_S)
