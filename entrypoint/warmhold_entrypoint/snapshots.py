@@ -3,28 +3,38 @@
 
 Reads only, within milliseconds: manifests are read and compared, image files are not touched, and
 no program but `criu --version` is run. Nothing here decides: `plan.decide` does.
+
+Which artifacts have been revoked is told in every case, also where snapshots are off or impossible:
+what holds a key that was taken back is not to lie there.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import warmhold_snapshot
 import warmhold_wcache
 from warmhold_snapshot import check, criu, identity
-from warmhold_snapshot.artifact import Store
+from warmhold_snapshot.artifact import MANIFEST, Store, list_names
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.identity import Difference
 from warmhold_snapshot.manifest import Manifest
 from warmhold_snapshot.mark import read_mark
 from warmhold_wcache.key import compare as compare_keys
 
+from . import weights
+from .arguments import EngineArguments
+from .inputs import LORA_OPTIONS, read_inputs
+from .log import redact_argv
 from .resident import Vault
-from .settings import Settings
+from .settings import HUB_TOKENS, Settings, is_offline
 
 FOLDER = "snapshots"
 GENERATIONS = "generations"  # among a manifest's notes: the weights that its engine had mapped
@@ -33,6 +43,12 @@ _TLS_FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
 _VOLATILE = re.compile(
     r"HOSTNAME|PWD|OLDPWD|SHLVL|TERM|_|HF_TOKEN|HUGGING_FACE_HUB_TOKEN|SUPERVISOR_\w+"
     r"|KUBERNETES_\w+|\w+_SERVICE_(HOST|PORT)\w*|\w+_PORT_\d+_(TCP|UDP)\w*"
+)
+# Fields whose change revokes an artifact: it answers to a key, or serves what is not wanted now.
+_REVOKING = (
+    identity.SECRETS,
+    identity.SERVED,
+    *(f"{identity.FILES}{option}" for option in LORA_OPTIONS),
 )
 _CREATE = "run `snapshot create` in the container while the engine serves"
 
@@ -53,46 +69,89 @@ class Snapshots:
     revoked: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """The engine that would be started: argv, environment, version ids, distributions, the launch
+    key of its weights, and where its model lies (None: to be downloaded first)."""
+
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    versions: Mapping[str, str]
+    packages: Sequence[str]
+    key: Mapping[str, str]
+    model_directory: str | None
+
+
 def read_snapshots(
-    settings: Settings,
-    argv: Sequence[str],
-    environment: Mapping[str, str],
-    versions: Mapping[str, str],
-    key: Mapping[str, str],
-    vault: Vault,
-    wanted: str = "",
+    settings: Settings, candidate: Candidate, vault: Vault, wanted: str = ""
 ) -> Snapshots:
-    """Given the engine's argv and environment, version ids, the launch key of its weights and what
-    the vault holds, return what there is. With a `wanted` name no other artifact counts, and that
-    one does although a restore of it failed before."""
-    env = settings.env
+    """Given settings, the engine that would be started and what the vault holds, return what there
+    is. With a `wanted` name no other artifact counts, and that one does although a restore of it
+    failed before."""
+    folder = settings.env.state_dir / FOLDER
+    found = find_obstacle(settings, candidate)
+    if not folder.is_dir():
+        return found or Snapshots()
+    secrets, served = collect_secrets(settings), collect_served(settings)
+    files = read_inputs(settings, candidate.model_directory)
+    try:
+        store = Store(folder)
+    except SnapshotError as error:
+        found = found or Snapshots(error.code, error.detail, error.remedy)
+        return dataclasses.replace(found, revoked=_find_keyless(folder, error, secrets))
+    if found is None:
+        try:
+            now = identity.collect_identity(
+                key=store.key,
+                criu_version=criu.read_version(),
+                versions={
+                    **candidate.versions,
+                    "python": platform.python_version(),
+                    "code": digest_code(),
+                },
+                argv=redact_argv(candidate.argv),
+                environment={
+                    name: identity.digest(store.key, text)
+                    for name, text in candidate.environment.items()
+                    if not _VOLATILE.fullmatch(name)
+                },
+                files=files,
+                packages=candidate.packages,
+                secrets=secrets,
+                served=served,
+                weights=json.dumps(dict(candidate.key)),
+            )
+            return judge(store, now, read_circumstances(vault), vault, wanted)
+        except SnapshotError as error:
+            found = Snapshots(error.code, error.detail, error.remedy or _CREATE)
+    revoking = identity.collect_revoking(store.key, secrets, files, served)
+    revoked = find_revoked(folder, _read_manifests(store, wanted), revoking)
+    return dataclasses.replace(found, revoked=revoked)
+
+
+def find_obstacle(settings: Settings, candidate: Candidate) -> Snapshots | None:
+    """Given settings and the engine that would be started, return why there can be no snapshot of
+    it here, whatever artifacts there are; None where there can."""
+    env, arguments = settings.env, settings.arguments
     if env.snapshot == "off":
         return Snapshots("snapshot.off", "WARMHOLD_SNAPSHOT=off", "set WARMHOLD_SNAPSHOT=manual")
+    if not weights.uses_loader(settings):
+        detail = f"--load-format {weights.load_format(settings)}: vLLM's own loader maps nothing"
+        return _unsupported(detail, "use a format that reads safetensors or .bin files")
+    if (servers := arguments.api_server_count) > 1:
+        return _unsupported(f"{servers} API servers share the engine", "set --api-server-count 1")
+    if elsewhere := arguments.elsewhere:
+        detail = f"{elsewhere}: a part of the engine runs elsewhere"
+        return _unsupported(detail, "run all of the engine in one container, without Ray")
+    if candidate.model_directory is not None and (holder := _find_hub_token(settings, candidate)):
+        detail = f"{holder}: a snapshot would hold a token of the Hugging Face hub"
+        remedy = "unset HF_HUB_OFFLINE, so that the engine is offline, and leave it out of --config"
+        return _unsupported(detail, remedy)
     if missing := check.find_missing_rights(bool(env.engine_uid)):
         detail = ", ".join(point.name for point in missing)
         remedy = "; ".join(point.remedy for point in missing)
-        return Snapshots("snapshot.rights-missing", detail, remedy)
-    folder = env.state_dir / FOLDER
-    if not folder.is_dir():
-        return Snapshots()
-    try:
-        store = Store(folder)
-        now = identity.collect_identity(
-            key=store.key,
-            criu_version=criu.read_version(),
-            versions={**versions, "python": platform.python_version(), "code": digest_code()},
-            argv=argv,
-            environment={
-                name: identity.digest(store.key, text)
-                for name, text in environment.items()
-                if not _VOLATILE.fullmatch(name)
-            },
-            secrets=collect_secrets(settings),
-            weights=json.dumps(dict(key)),
-        )
-        return judge(store, now, read_circumstances(vault), vault, wanted)
-    except SnapshotError as error:
-        return Snapshots(error.code, error.detail, error.remedy or _CREATE)
+        return Snapshots("snapshot.rights", detail, remedy)
+    return None
 
 
 def judge(
@@ -105,15 +164,14 @@ def judge(
     """Given the store, the identity and circumstances now and the vault, return the newest artifact
     that fits, or what is against the newest."""
     against: list[tuple[str, str, str]] = []
-    revoked = []
     fits = ""
-    for name, manifest in _read_manifests(store, wanted):
+    manifests = _read_manifests(store, wanted)
+    revoked = find_revoked(store.folder, manifests, now)
+    for name, manifest in manifests:
         if isinstance(manifest, SnapshotError):
             against.append((manifest.code, f"{name}: {manifest.detail}", manifest.remedy))
             continue
         differences = find_differences(manifest.identity, now)
-        if any(item.field.startswith("secret.") for item in differences):
-            revoked.append(name)
         if not fits:
             reason = _reason_against(store, manifest, differences, circumstances, vault, wanted)
             if reason is None:
@@ -128,7 +186,31 @@ def judge(
         code, detail, remedy = "snapshot.absent", "there is none yet", _CREATE
         if wanted:
             detail, remedy = f"no snapshot {wanted}", "see `snapshot list`"
-    return Snapshots(code, detail, remedy, fits, now, circumstances, tuple(revoked))
+    return Snapshots(code, detail, remedy, fits, now, circumstances, revoked)
+
+
+def find_revoked(
+    folder: Path, manifests: Sequence[tuple[str, Manifest | SnapshotError]], now: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Given the folder of artifacts, their manifests, and the fields of an identity that revoke,
+    return the names of the revoked: a secret, a LoRA or a served name has changed since.
+
+    One that cannot be read counts where there are secrets now or its manifest names one, since
+    nobody can tell which ones its images hold; else it stays, for whoever wants to look into it.
+    """
+    has_secrets = any(name.startswith(identity.SECRETS) for name in now)
+    return tuple(
+        name
+        for name, manifest in manifests
+        if (
+            any(
+                item.field.startswith(_REVOKING)
+                for item in identity.compare(manifest.identity, now)
+            )
+            if isinstance(manifest, Manifest)
+            else has_secrets or _names_secret(folder / name)
+        )
+    )
 
 
 def find_differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[Difference]:
@@ -168,18 +250,73 @@ def collect_secrets(settings: Settings) -> dict[str, str]:
     return secrets
 
 
+def collect_served(settings: Settings) -> list[str]:
+    """Given settings, return what clients may ask for: the served names, and LoRAs as the arguments
+    have them."""
+    arguments = settings.arguments
+    served = [*(arguments.values("--served-model-name") or (settings.model,))]
+    for option, values in arguments.options():
+        if option.lstrip("-").partition(".")[0] in LORA_OPTIONS:
+            served += [f"{option}={value}" for value in values]
+    return served
+
+
 def digest_code() -> str:
-    """Return a digest of warmhold's code in the engine: it lives on in a snapshot."""
+    """Return a digest of warmhold's code: the engine's part lives on in a snapshot, and the others
+    have to understand it.
+
+    Of the bytes, which takes 3 ms: builds that can be repeated give every file one mtime, and other
+    builds of the same code give it another.
+    """
     found = hashlib.sha256()
-    folder = Path(warmhold_wcache.__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        found.update(f"{path.relative_to(folder)} ".encode() + path.read_bytes())
+    for package in (
+        Path(__file__),
+        Path(warmhold_snapshot.__file__),
+        Path(warmhold_wcache.__file__),
+    ):
+        folder = package.parent
+        for path in sorted(folder.rglob("*.py")):
+            found.update(f"{path.relative_to(folder.parent)} ".encode() + path.read_bytes())
     return found.hexdigest()[:16]
 
 
 def split_generations(manifest: Manifest) -> set[str]:
     """Given a manifest, return the ids of the generations that its engine maps."""
     return set(manifest.notes.get(GENERATIONS, "").split())
+
+
+def _unsupported(detail: str, remedy: str) -> Snapshots:
+    return Snapshots("snapshot.unsupported", detail, remedy)
+
+
+def _find_hub_token(settings: Settings, candidate: Candidate) -> str:
+    """What gives the engine a token for downloads, or "": what downloads nothing is not given any,
+    but reads its --config itself."""
+    if not is_offline(candidate.environment):
+        for name in HUB_TOKENS:
+            if candidate.environment.get(name):
+                return name
+    arguments = EngineArguments(tuple(candidate.argv), settings.arguments.config)
+    return "--hf-token" if arguments.has("--hf-token") else ""
+
+
+def _find_keyless(
+    folder: Path, error: SnapshotError, secrets: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The revoked artifacts where the key that seals them cannot be used: none can be read."""
+    with suppress(OSError):
+        manifests = [(name, error) for name in list_names(folder)]
+        return find_revoked(
+            folder, manifests, {f"{identity.SECRETS}{name}": "" for name in secrets}
+        )
+    return ()
+
+
+def _names_secret(artifact: Path) -> bool:
+    """Whether a manifest that is not to be believed has a field of a secret."""
+    with suppress(OSError):
+        return f'"{identity.SECRETS}'.encode() in (artifact / MANIFEST).read_bytes()
+    return False
 
 
 def _read_manifests(store: Store, wanted: str) -> list[tuple[str, Manifest | SnapshotError]]:

@@ -58,7 +58,7 @@ def test_what_a_new_one_is_the_answer_to(auto: AutoSnapshots, code: str) -> None
     "changes",
     [
         {"code": "snapshot.weights-absent"},
-        {"code": "snapshot.rights-missing"},
+        {"code": "snapshot.rights"},
         {"code": "", "name": "one"},
         {"identity": {}},
     ],

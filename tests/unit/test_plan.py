@@ -38,6 +38,7 @@ FACTS = Facts(
     content=Content("c0", (FileVersion("/opt/warmhold/demo/model.safetensors", 9, 1, 1, 1),)),
     vault=Vault(),
     plugins=("lora", "warmhold"),
+    packages=("vllm-0.32.0",),
     cache_dir="/state/cache/b1-0.32.0-cpu-12345678",
     faults=(),
 )
