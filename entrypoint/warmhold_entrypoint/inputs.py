@@ -27,6 +27,12 @@ LORA_OPTIONS = ("lora-modules", "default-mm-loras")
 _SMALL_BYTES = 4 << 20
 _ALL_BYTES = 16 << 20  # of one option's files: 10 ms
 _MAX_PATH = 4096
+# What a folder of a model, an adapter or a tokenizer has, and how deep such folders are.
+_MARKS = (
+    *("config.json", "adapter_config.json", "generation_config.json", "params.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tekken.json"),
+)
+_MAX_DEPTH = 2
 # The engine writes there, or lets clients read it; or it is no path, or compared elsewhere.
 _NOT_READ = frozenset(
     """
@@ -100,15 +106,15 @@ def _walk_json(value: Any) -> Iterator[str]:
 
 def _find_files(text: str, models_dir: Path | None) -> dict[str, Path]:
     """The file that a text names, or those in the folder that it names, which may lie in the
-    Hugging Face cache; by path. A folder of models, adapters or tokenizers has a JSON file; another
-    one is not walked through: it may be any."""
+    Hugging Face cache; by path. A folder that is none of a model, an adapter or a tokenizer is not
+    walked through: it may be any, even the root."""
     if not text or len(text) > _MAX_PATH or "\n" in text or "\0" in text:
         return {}  # a template, or other prose
     try:
         if Path(text).is_file():
             return {text: Path(text)}
         folder = None if models_dir is None else find_folder(text, models_dir)
-        if folder is None or next(folder.glob("*.json"), None) is None:
+        if folder is None or not any((folder / name).exists() for name in _MARKS):
             return {}
     except OSError:  # a part of it is longer than a name can be, or may not be looked into
         return {}
@@ -119,7 +125,9 @@ def _walk(folder: Path) -> Iterator[tuple[str, Path]]:
     """Every regular file below a folder with its relative name; links to files count as files, what
     is hidden (.git, .cache) and what Python compiled as nothing."""
     for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name[:1] != "." and name != "__pycache__"]
+        depth = len(Path(root).relative_to(folder).parts)
+        shown = [name for name in folders if name[:1] != "." and name != "__pycache__"]
+        folders[:] = shown if depth < _MAX_DEPTH else []
         for name in names:
             path = Path(root, name)
             if name[:1] != "." and _is_regular(path):

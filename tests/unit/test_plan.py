@@ -142,13 +142,53 @@ def test_a_snapshot_that_fits_comes_first(mode: str, warm: bool, attempts: list[
     assert codes(plan) == []
 
 
-@pytest.mark.parametrize(("added", "kept"), [({"HF_HUB_OFFLINE": "1"}, False), ({}, True)])
-def test_the_hubs_token_is_only_for_downloads(added: dict[str, str], kept: bool) -> None:
-    environ = {"HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2", "PATH": "/bin"}
+@pytest.mark.parametrize(
+    ("user", "added", "kept"),
+    [
+        ({}, {"HF_HUB_OFFLINE": "1"}, False),
+        ({}, {}, True),
+        ({"HF_HUB_OFFLINE": "true"}, {}, False),
+        ({"HF_HUB_OFFLINE": "On"}, {}, False),
+        ({"TRANSFORMERS_OFFLINE": "yes"}, {}, False),
+        ({"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "1"}, {}, True),
+    ],
+)
+def test_the_hubs_token_is_only_for_downloads(
+    user: dict[str, str], added: dict[str, str], kept: bool
+) -> None:
+    environ = {"HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2", "PATH": "/bin", **user}
     wanted, _, _ = read_settings(environ, ())
     found = inherit_environment(wanted, added)
     assert ({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(found)) is kept
     assert ("HF_TOKEN" in found) is kept and found["PATH"] == "/bin"
+
+
+@pytest.mark.parametrize("own", [["--hf-token", "hf_1"], ["--hf_token=hf_1"], ["--hf-token"]])
+def test_the_hubs_token_is_in_no_argv_of_an_engine_that_downloads_nothing(own: list[str]) -> None:
+    plan = decide(settings(*own, "--seed", "1"), FACTS)
+    assert "hf_1" not in repr(plan)
+    assert options(plan)["--seed"] == "1"
+    assert not any(item.startswith(("--hf-token", "--hf_token")) for item in plan.attempts[0].argv)
+    online, _, _ = read_settings({"HF_HUB_OFFLINE": "0"}, own)
+    asked = decide(online, FACTS)
+    assert tuple(own) == asked.attempts[0].argv[3 : 3 + len(own)]
+    assert "hf_1" not in asked.to_json()
+
+
+def test_a_download_has_the_token_of_the_arguments() -> None:
+    missing = facts(model=Model("o/n", None, 0))
+    wanted = settings("--hf-token", "hf_1", MODEL="o/n")
+    added = decide(wanted, missing).environment
+    assert inherit_environment(wanted, added)["HF_TOKEN"] == "hf_1"
+    fetched = decide(wanted, facts(model=Model("o/n", "/models/x", 0))).environment
+    assert "HF_TOKEN" not in inherit_environment(wanted, fetched)
+
+
+@pytest.mark.parametrize(("value", "offline"), [("", "1"), ("0", "0"), ("true", "true")])
+def test_an_empty_variable_does_not_send_an_engine_online(value: str, offline: str) -> None:
+    wanted, _, _ = read_settings({"HF_HUB_OFFLINE": value}, ())
+    environment = inherit_environment(wanted, build_engine_environment(wanted, FACTS))
+    assert environment["HF_HUB_OFFLINE"] == offline
 
 
 def test_why_no_snapshot_is_told_as_it_was_found() -> None:
