@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stack import Stack, eventually, shm_files
+from stack import Stack, eventually
 
 MakeStack = Callable[..., Stack]
 
@@ -104,13 +104,13 @@ def test_an_engine_is_snapshotted_and_comes_back(stack: Stack) -> None:
         assert abs(sum(status["phases"].values()) - status["total_s"]) < 1e-6
         assert status["phases"]["unaccounted"] < 0.05 * status["total_s"]
         assert status["crashes"] == starts - 1
-        assert len(stack.tree()) == 3 and len(shm_files()) == 1
+        assert len(stack.tree()) == 3 and len(stack.shm_files()) == 1
         assert stack.text().count("argv [") == starts, "the log goes on"
     assert stack.complete()["choices"]
     result = stack.supervisorctl("restart", "engine")
     assert "ready in mode snapshot" in result.stdout, result.stdout
     assert stack.stop() == 0
-    assert stack.tree() == {} and shm_files() == set()
+    assert stack.tree() == {} and stack.shm_files() == set()
 
 
 def test_clients_are_refused_while_it_is_made_and_served_again(stack: Stack) -> None:
@@ -200,7 +200,7 @@ def test_a_restore_that_fails_is_followed_by_the_next_mode(
     kill_front(stack)
     status = stack.wait_ready(2)
     assert (status["mode"], status["crashes"], snapshot_reason(stack)) == ("ipc_cache", 1, code)
-    assert len(stack.tree()) == 3 and len(shm_files()) == 1
+    assert len(stack.tree()) == 3 and len(stack.shm_files()) == 1
     tell(stack, "criu", "")
     kill_front(stack)
     assert stack.wait_ready(3)["mode"] == "ipc_cache"
