@@ -18,6 +18,7 @@ from .pid1 import leave_exit_code
 from .runner import Runner
 from .start import log_plan, make_sound_plan, read_command
 from .status import StatusServer
+from .sweep import Leftovers
 
 _log = Log("engine")
 
@@ -25,13 +26,15 @@ _log = Log("engine")
 def run_engine(command: Sequence[str], run_dir: Path) -> int:
     """Given the container's command, run engines until the end; return the exit code."""
     tree.become_subreaper()
+    leftovers = Leftovers(run_dir)
+    leftovers.sweep()  # before the plan: what an earlier engine holds, its port too, is in the way
     settings, plan = make_sound_plan(command)
     log_plan(plan)
     uid = os.getuid() if plan.uid is None else plan.uid
     with ExitStack() as stack:
         loop = Loop()
         stack.callback(loop.close)
-        runner = Runner(command, settings, plan, loop, uid)
+        runner = Runner(command, settings, plan, loop, uid, leftovers)
         server = StatusServer(run_dir, loop, runner.status)
         stack.callback(server.close)
         orders = OrderServer(run_dir, loop, runner.take_order)

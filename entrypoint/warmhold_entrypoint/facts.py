@@ -50,6 +50,7 @@ class Facts:
     shm_total_bytes: int
     shm_free_bytes: int
     state_free_bytes: int
+    has_caches: bool  # something was compiled for this engine before
     model: Model
     content: Content
     vault: Vault
@@ -99,6 +100,7 @@ def read_facts(settings: Settings) -> Facts:
         shm_total_bytes=_disk(_SHM)[0],
         shm_free_bytes=_disk(_SHM)[1],
         state_free_bytes=_disk(_existing(env.state_dir))[1],
+        has_caches=_has_caches(cache_dir),
         model=model,
         content=_read_content(model, weights.digests_folder(settings)),
         vault=read_vault(env.run_dir / VAULT_SOCKET) if env.wcache == "vault" else _NO_VAULT,
@@ -355,6 +357,12 @@ def _existing(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
+
+
+def _has_caches(folder: Path) -> bool:
+    with suppress(OSError):
+        return any(entry.name != "home" for entry in folder.iterdir())
+    return False
 
 
 def _disk(path: Path) -> tuple[int, int]:

@@ -44,8 +44,11 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
         other_uid=request["other_uid"],
     )
     if request["prune"]:
-        for name in store.prune(keep=1):
-            _log.info("removed an older snapshot", name=name)
+        try:
+            for name in store.prune(keep=1):
+                _log.info("removed an older snapshot", name=name)
+        except (OSError, SnapshotError) as error:
+            _log.warning("older snapshots stay", detail=str(error))
     return describe(report)
 
 
@@ -85,6 +88,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             "detail": f"the engine does not serve again: {error}",
             "remedy": error.remedy,
         }
+    except Exception as error:  # a bug here costs no more than the snapshot
+        _log.error("bug", exc_info=True, detail=repr(error))
+        remedy = "please report it, with the container's log"
+        return {"ok": False, "code": "snapshot.failed", "detail": repr(error), "remedy": remedy}
     except KeyboardInterrupt:
         detail, remedy = "it was interrupted by a stop", "try again when the engine serves"
         return {"ok": False, "code": "snapshot.stopped", "detail": detail, "remedy": remedy}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from . import tree
 from .loop import Loop
 
 _CHUNK_BYTES = 1 << 16
@@ -42,12 +43,18 @@ class Making:
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
 
+    def kill(self) -> None:
+        """End it at once, and its criu, which has a session of its own; `ended` follows."""
+        tree.kill_below(self._process.pid, _END_S)
+        self._process.kill()
+
     def finish(self) -> dict[str, Any]:
         """End and reap it; return its result, or that it was killed before it had one."""
         self._loop.forget(self._reader)
         if not self.ended:
-            self._process.kill()
-        self._process.wait(_END_S)
+            self.kill()
+        with suppress(subprocess.TimeoutExpired):  # in the kernel, with gigabytes to write
+            self._process.wait(_END_S)
         assert self._process.stdout is not None
         self._process.stdout.close()
         if self._result is not None:

@@ -73,6 +73,8 @@ class OrderServer:
         try:
             order = json.loads(connection.recv(_MAX_ORDER_BYTES))
             act, name = str(order["act"]), str(order["name"])
+            if act not in (CREATE, RESTORE):
+                raise ValueError(act)
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
             return

@@ -52,7 +52,11 @@ class Plan:
 
     def reject(self, rejection: Rejection) -> "Plan":
         """Given why a mode that was tried is not used, return the plan with it, ahead of others."""
-        return dataclasses.replace(self, rejections=(rejection, *self.rejections))
+        snapshots = self.snapshots
+        if rejection.mode == "snapshot":
+            snapshots = dataclasses.replace(snapshots, name="", code=rejection.code)
+        rejections = (rejection, *self.rejections)
+        return dataclasses.replace(self, rejections=rejections, snapshots=snapshots)
 
     def to_json(self) -> str:
         """Return the plan as JSON text, with secret arguments hidden."""

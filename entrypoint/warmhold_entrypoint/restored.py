@@ -21,15 +21,25 @@ from warmhold_snapshot.mark import clear_mark, write_mark
 from warmhold_snapshot.restore import Restored, restore
 from warmhold_wcache.control_client import ControlError
 
+from . import tree
 from .conf import CONTROL_SOCKET, VAULT_SOCKET
+from .engine_process import EngineProcess
 from .errors import Rejection
 from .log import Log
+from .loop import Loop
 from .phases import Phases
 from .resident import read_vault
 from .settings import Settings
 from .snapshot_engine import ControlledEngine
 from .snapshots import FOLDER, split_generations
 
+# What may be otherwise at the next start: then it is tried again.
+CIRCUMSTANTIAL = (
+    *("snapshot.weights-absent", "snapshot.pids-taken", "snapshot.port-taken"),
+    "snapshot.busy",
+)
+# A stop waits so long for a restore, which is then ended.
+_STOP_S = 5.0
 _VAULT_S = 5.0
 _VAULT_POLL_S = 0.05
 
@@ -108,13 +118,28 @@ class Restoration:
         self.error: SnapshotError | None = None
         self.process: AdoptedChild | None = None
         self.current = "vault"
-        self.weights: dict[str, object] = {}
+        self.weights: dict[str, object] | None = None  # none of the vault's are mapped
         self._wish = wish
         self._wake = wake
         self._began = self._last = time.monotonic()
         self._seconds: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="restore", daemon=True)
         self._thread.start()
+
+    def wait(self, loop: Loop) -> EngineProcess | None:
+        """Wait for its end; return the engine, also one that failed later, with its log. A stop
+        bounds the wait."""
+        give_up_at: float | None = None
+        while not self.done:
+            if loop.stop_asked:
+                give_up_at = give_up_at or time.monotonic() + _STOP_S
+                if time.monotonic() > give_up_at:
+                    tree.kill_below(os.getpid(), _STOP_S)  # criu, and what it has made
+            loop.wait(give_up_at)
+        if self.process is None:
+            os.close(self.reader)
+            return None
+        return EngineProcess(self.process, self.reader, self.see_line, loop)
 
     def see_line(self, line: bytes) -> None:
         """A restored engine's lines end no phase."""
@@ -133,7 +158,10 @@ class Restoration:
         except SnapshotError as error:
             self.error = error
         except ControlError as error:
-            code = "snapshot.weights-absent" if self.current == "weights" else "snapshot.canary"
+            code = "snapshot.canary"
+            if self.current == "weights":
+                of_vault = error.code.startswith("wcache.")
+                code = "snapshot.weights-absent" if of_vault else "snapshot.resume"
             self.error = SnapshotError(code, str(error), error.remedy)
         except Exception as error:  # a bug here must not cost the engine's next rung
             self.error = SnapshotError("snapshot.restore", repr(error), "please report it")
@@ -161,6 +189,8 @@ class Restoration:
 
     def _tell_weights(self, engine: ControlledEngine, restored: Restored) -> None:
         found = engine.generations()
+        if not found:
+            return
         self.weights = {
             "mode": "ipc_cache",
             "bytes": sum(found.values()),
@@ -192,6 +222,8 @@ def reject(wish: Wish, error: SnapshotError, circumstances: Mapping[str, str]) -
     for line in error.lines:
         _log.warning("criu", line=line)
     _log.warning("restore failed", code=error.code, detail=error.detail)
+    if error.code in CIRCUMSTANTIAL:
+        return Rejection("snapshot", error.code, error.detail, error.remedy)
     with suppress(OSError, SnapshotError):
         write_mark(Store(wish.folder).path(wish.name), error, dict(circumstances))
     return Rejection("snapshot", error.code, error.detail, error.remedy)

@@ -6,14 +6,12 @@ answers for its state, ends its whole tree, and owns the exit code: an engine th
 failed, whatever its status says. One loop owns all state; the prober and a restore have threads.
 """
 
-import os
 import shlex
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from warmhold_snapshot.errors import SnapshotError
-from warmhold_snapshot.restore import wait_for_others
 
 from . import weights
 from .auto import AutoSnapshots
@@ -31,6 +29,7 @@ from .pid1 import leave_exit_code
 from .plan import Attempt, Plan
 from .readiness import Event, Prober, Report, build_target
 from .restored import Restoration, build_wish, reject
+from .retries import Retries, is_hopeless
 from .settings import Settings
 from .snapshotting import Snapshotting, raise_pids, remove_revoked
 from .start import PLAN_FILE, make_sound_plan, plan_restore, prepare_folders, write_loader
@@ -40,28 +39,25 @@ from .story import Story
 from .sweep import KILL_TIMEOUT_S, Leftovers
 
 _DRAIN_MARGIN_S = 10.0
-_MAX_BACK_OFF_S = 60.0
-_STABLE_S = 60.0
 _SHM_LOOK_S = 15.0
 # A restored engine has nothing left to load or to compile.
 _RESTORED_READY_S = 60.0
-_OTHERS_S = 60.0
-# A usage error of vLLM's parser, and programs that cannot be run: another try ends the same way.
-_HOPELESS = (2, 126, 127)
+_RECREATE = "create a new snapshot"
 
 _log = Log("engine")
-
-
-def back_off_s(failures: int) -> float:
-    """Given the failures in a row, return the wait before the next start: 0, 1, 2, 4, ... s."""
-    return 0.0 if failures <= 1 else min(_MAX_BACK_OFF_S, 2.0 ** (failures - 2))
 
 
 class Runner:
     """Runs engines until it is asked to stop or has to give up. Owns the engine and its story."""
 
     def __init__(
-        self, command: Sequence[str], settings: Settings, plan: Plan, loop: Loop, uid: int
+        self,
+        command: Sequence[str],
+        settings: Settings,
+        plan: Plan,
+        loop: Loop,
+        uid: int,
+        leftovers: Leftovers,
     ) -> None:
         self._command = command
         self._settings = settings
@@ -73,16 +69,14 @@ class Runner:
         self._snapshotting: Snapshotting | None = None
         self._wanted: Order | None = None  # a restore that was asked for and has not come to an end
         self._leaving = ""  # why the running engine is asked to end, where the runner stays
-        self._failed_starts = 0
-        self._quick_crashes = 0
+        self._retries = Retries(settings.env.max_failures)
         self._process: EngineProcess | None = None
         self._prober: Prober | None = None
-        self._leftovers = Leftovers(settings.env.run_dir)
+        self._leftovers = leftovers
         self._auto = AutoSnapshots(settings.env.run_dir)
 
     def run(self) -> int:
         """Run until the end; return the exit code (0 only when a stop was asked for)."""
-        self._sweep()
         try:
             while not self._loop.stop_asked:
                 code, reason = self._run_plan()
@@ -93,7 +87,7 @@ class Runner:
                     return self._give_up(code, [fault])
                 self._back_off(reason)
                 self._story.advance(State.SWEEP, "the next start")
-                self._sweep()
+                self._leftovers.sweep()
                 wanted = self._wanted.name if self._wanted else ""
                 self._settings, self._plan = make_sound_plan(self._command, snapshot=wanted)
         except EntrypointError as error:
@@ -122,8 +116,8 @@ class Runner:
             if self._loop.stop_asked:
                 return None, reason
             if self._story.serving_since is not None:
-                return self._after_crash(reason)
-            if code in _HOPELESS:
+                return self._after_crash(code, reason)
+            if is_hopeless(code):
                 break
         return self._after_failed_start(code, reason)
 
@@ -136,7 +130,7 @@ class Runner:
         write_loader(self._settings, self._plan)
         if attempt.snapshot:
             if error := self._restore(attempt.snapshot):
-                return self._after_failed_restore(attempt, error)
+                return self._after_failed_restore(error)
         else:
             argv = shlex.join(redact_argv(attempt.argv))
             _log.info("engine starting", mode=attempt.mode, argv=argv)
@@ -161,33 +155,32 @@ class Runner:
         last = LastExit(int(code), reason, time.time())
         story.keep(env.state_dir, running=False, crashes=crashes, last_exit=last)
         if attempt.snapshot and story.serving_since is None and not self._loop.stop_asked:
-            error = SnapshotError("snapshot.restore", reason, "create a new snapshot")
-            return self._after_failed_restore(attempt, error)
+            return self._after_failed_restore(SnapshotError("snapshot.restore", reason, _RECREATE))
         return int(code), reason
 
     def _restore(self, name: str) -> SnapshotError | None:
         """Bring an engine back from a snapshot; return why that failed, with nothing left of it."""
         _log.info("engine restoring", snapshot=name)
         self._clock = restoration = Restoration(build_wish(self._settings, name), self._loop.wake)
-        while not restoration.done:
-            self._loop.wait(None)
-        if restoration.process is None:
-            os.close(restoration.reader)
-        else:
-            self._process = EngineProcess(
-                restoration.process, restoration.reader, restoration.see_line, self._loop
-            )
+        self._process = restoration.wait(self._loop)
+        if self._process:
+            self._leftovers.note()
             if restoration.error:
                 self._end_process()
         return restoration.error
 
-    def _after_failed_restore(self, attempt: Attempt, error: SnapshotError) -> tuple[int, str]:
-        """Keep why it failed, beside the artifact and in the status; the next rung follows."""
-        wish = build_wish(self._settings, attempt.snapshot)
+    def _after_failed_restore(self, error: SnapshotError) -> tuple[int, str]:
+        """The next rung follows, except where a stop is what ended the restore."""
+        if not self._loop.stop_asked:
+            self._reject_snapshot(error)
+        return int(Exit.RESTORE), f"{error.code}: {error.detail}"
+
+    def _reject_snapshot(self, error: SnapshotError) -> None:
+        """Keep what is against this attempt's artifact, beside it and in the status."""
+        wish = build_wish(self._settings, self._story.snapshot)
         rejection = reject(wish, error, self._plan.snapshots.circumstances)
         self._plan = self._plan.reject(rejection)
         self._refuse_wanted(rejection)
-        return int(Exit.RESTORE), f"{error.code}: {error.detail}"
 
     def _watch(self, limit_s: float) -> Fault | None:
         """Follow the engine until its first process ends, or return why it has to be ended."""
@@ -195,15 +188,15 @@ class Runner:
         assert process is not None
         ready_deadline = time.monotonic() + limit_s
         kill_at: float | None = None
+        asked_to_end = False
         look_at = time.monotonic()
         while process.poll() is None:
             now = time.monotonic()
-            if (self._loop.stop_asked or self._leaving) and kill_at is None and self._may_end():
-                drain_s = self._settings.env.drain_s
-                if self._loop.stop_asked:
-                    self._story.advance(State.STOPPING, f"draining up to {drain_s} s")
-                process.terminate()
-                kill_at = now + drain_s + _DRAIN_MARGIN_S
+            if self._loop.stop_asked or self._leaving:
+                kill_at = kill_at or now + self._settings.env.drain_s + _DRAIN_MARGIN_S
+                if not asked_to_end and self._may_end():
+                    asked_to_end = True
+                    self._ask_to_end(process)
             if kill_at is not None and now > kill_at:
                 _log.warning("drain time is over, killing the engine", pid=process.pid)
                 return None
@@ -217,11 +210,18 @@ class Runner:
             auto_at = self._auto.due(self._settings, self._plan, self._story, self._prober)
             if auto_at is not None and now >= auto_at and not self._leaving:
                 self._begin_snapshot(None)
-            deadlines = [look_at, kill_at, auto_at, ready_deadline if trying else None]
+            making_until = self._snapshotting.deadline if self._snapshotting else None
+            deadlines = [look_at, kill_at, auto_at, making_until]
+            deadlines.append(ready_deadline if trying else None)
             self._loop.wait(min(deadline for deadline in deadlines if deadline is not None))
             if fault := self._take_reports() or self._follow_snapshot():
                 return fault
         return None
+
+    def _ask_to_end(self, process: EngineProcess) -> None:
+        if self._loop.stop_asked:
+            self._story.advance(State.STOPPING, f"draining up to {self._settings.env.drain_s} s")
+        process.terminate()
 
     def _may_end(self) -> bool:
         """Whether the engine can be asked to end: one that is held is resumed first, or the wish to
@@ -246,12 +246,19 @@ class Runner:
 
     def _begin_snapshot(self, order: Order | None) -> None:
         assert self._process is not None
-        self._auto.note(self._plan)
+        pid = self._process.pid
+        try:
+            making = Snapshotting(order, self._settings, self._plan, pid, self._loop)
+        except OSError as error:  # of memory, processes or descriptors there are too few
+            _log.warning("no snapshot", code="snapshot.failed", detail=str(error))
+            self._auto.note(self._plan, "snapshot.failed")
+            if order:
+                order.refuse("snapshot.failed", str(error), "see `docker stats`; try again")
+            return
+        self._snapshotting = making
         self._stop_prober()
         self._story.ready = False
-        pid = self._process.pid
-        self._snapshotting = Snapshotting(order, self._settings, self._plan, pid, self._loop)
-        self._story.advance(State.SNAPSHOTTING, f"making the snapshot {self._snapshotting.name}")
+        self._story.advance(State.SNAPSHOTTING, f"making the snapshot {making.name}")
 
     def _follow_snapshot(self) -> Fault | None:
         """Serve again as soon as the engine does; return a fault where it does not."""
@@ -263,6 +270,7 @@ class Runner:
             self._story.advance(State.SERVING, "resumed after a snapshot; the canary is asked next")
             self._start_prober()
         if making.over:
+            self._auto.note(self._plan, making.code)
             self._snapshotting = None
         return fault
 
@@ -305,7 +313,7 @@ class Runner:
             _log.info("engine recovered", reason=report.reason)
             return
         phases = self._clock.finish()
-        self._failed_starts = 0
+        self._retries.see_serving()
         self._story.see_weights(self._read_weights())
         self._story.see_serving(phases, report.reason)
         url = build_target(self._settings).url
@@ -362,31 +370,21 @@ class Runner:
         assert status is not None
         return status
 
-    def _sweep(self) -> None:
-        """End what an earlier engine left; a killed runner's criu is waited for, or it would still
-        bring a tree back."""
-        if not wait_for_others(_OTHERS_S):
-            _log.warning("an earlier restore does not end")
-        self._leftovers.sweep()
-
-    def _after_crash(self, reason: str) -> tuple[int | None, str]:
+    def _after_crash(self, code: int, reason: str) -> tuple[int | None, str]:
         """A serving engine ended: always start again, more slowly when it serves only briefly."""
         assert self._story.serving_since is not None
-        if self._leaving:
-            return None, reason
-        stable = time.monotonic() - self._story.serving_since > _STABLE_S
-        self._quick_crashes = 1 if stable else self._quick_crashes + 1
+        served_s = time.monotonic() - self._story.serving_since
+        if not self._leaving and self._retries.see_crash(code, served_s) and self._story.snapshot:
+            self._reject_snapshot(SnapshotError("snapshot.unstable", reason, _RECREATE))
         return None, reason
 
     def _after_failed_start(self, code: int, reason: str) -> tuple[int | None, str]:
-        self._failed_starts += 1
         named = bool(self._plan.attempts and self._plan.attempts[-1].snapshot)
-        final = named or code in _HOPELESS or self._failed_starts >= self._settings.env.max_failures
+        final = self._retries.see_failed_start(code) or named
         return (code if final else None), reason
 
     def _back_off(self, reason: str) -> None:
-        failures = max(self._failed_starts, self._quick_crashes)
-        wait_s = 0.0 if self._leaving else back_off_s(failures)
+        wait_s = 0.0 if self._leaving else self._retries.wait_s
         self._story.advance(State.WAITING, f"{reason}; next start in {wait_s:.0f} s")
         deadline = time.monotonic() + wait_s
         while not self._loop.stop_asked and time.monotonic() < deadline:

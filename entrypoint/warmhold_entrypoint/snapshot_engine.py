@@ -26,8 +26,14 @@ class ControlledEngine:
         self._on_resumed = on_resumed
 
     def hold(self) -> None:
-        """Let what is under way end, take nothing new, and close what is idle."""
-        self._client.hold(self._drain_s)
+        """Let what is under way end, take nothing new, and close what is idle. Raise SnapshotError
+        `snapshot.busy` where requests outlast the limit."""
+        try:
+            self._client.hold(self._drain_s)
+        except ControlError as error:
+            if error.code != "control.busy":
+                raise
+            raise SnapshotError("snapshot.busy", error.detail, error.remedy) from error
 
     def canary(self) -> dict[str, Any]:
         """Return what a restored engine has to answer: the likeliest token after each prompt (none

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the runner does for snapshots beside its engine: one in the making, from order to answer."""
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -19,9 +20,11 @@ from .plan import Plan
 from .settings import Settings
 from .snapshots import FOLDER
 
-# A new container's own processes stay far below, so that these numbers are free there.
-_PIDS_ABOVE = 3000
-_DRAIN_S = 30.0
+# A new container's own processes stay below, so that these numbers are free there.
+_PIDS_ABOVE = 1000
+_DRAIN_S, _AUTO_DRAIN_S = 30.0, 1.0
+# More than all limits of a maker's own steps until the engine serves again.
+_LIMIT_S = 480.0
 
 _log = Log("snapshot")
 
@@ -45,12 +48,23 @@ class Snapshotting:
             "name": self.name,
             "folder": str(settings.env.state_dir / FOLDER),
             "control": str(settings.env.run_dir / CONTROL_SOCKET),
-            "drain_s": _DRAIN_S,
+            "drain_s": _DRAIN_S if order else _AUTO_DRAIN_S,
             "identity": dict(plan.snapshots.identity),
             "other_uid": bool(settings.env.engine_uid),
             "prune": order is None,
         }
         self._making = Making(request, loop)
+        self._until = time.monotonic() + _LIMIT_S
+
+    @property
+    def code(self) -> str:
+        """Why there is no artifact, once it is over; "" where there is one."""
+        return str(self._result.get("code", ""))
+
+    @property
+    def deadline(self) -> float | None:
+        """When the engine has to serve again (monotonic); None where it does."""
+        return self._until if self.holds else None
 
     @property
     def holds(self) -> bool:
@@ -68,6 +82,10 @@ class Snapshotting:
 
         A maker that ended without a word may have left the engine held: another one resumes it.
         """
+        if self.holds and time.monotonic() > self._until:
+            _log.warning("the maker of a snapshot does not end, killing it")
+            self._until = time.monotonic() + _LIMIT_S
+            self._making.kill()
         if self.over or not self._making.ended:
             return None
         making, result = self._making, self._making.finish()
@@ -109,8 +127,8 @@ def raise_pids(plan: Plan) -> None:
     if plan.snapshots.identity:
         try:
             pids.raise_cursor(_PIDS_ABOVE)
-        except SnapshotError as error:
-            _log.warning("low process ids", code=error.code, detail=error.detail)
+        except (SnapshotError, RuntimeError) as error:  # of threads there may be none to have
+            _log.warning("low process ids", detail=str(error))
 
 
 def remove_revoked(settings: Settings, plan: Plan) -> None:

@@ -74,7 +74,10 @@ class Story:
     def keep(self, state_dir: Path, **changes: object) -> None:
         """Given the state directory, change the history and keep it there."""
         self.history = dataclasses.replace(self.history, **changes)  # type: ignore[arg-type]
-        write_history(state_dir, self.history)
+        try:
+            write_history(state_dir, self.history)
+        except OSError as error:  # a full volume ends no engine
+            _log.warning("cannot keep the history", detail=str(error))
 
     def status(
         self, model: str, target: Target, pid: int | None, phase: str, prober: Prober | None

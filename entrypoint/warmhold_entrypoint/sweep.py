@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines leave behind, and its removal: processes by mark, files in /dev/shm by inode."""
+"""What engines leave behind, and its removal: processes by mark, files in /dev/shm by inode.
+
+A runner that was killed while it restored leaves a criu at work too, and that a whole tree.
+"""
 
 import os
 from pathlib import Path
+
+from warmhold_snapshot.restore import wait_for_others
 
 from . import tree
 from .log import Log
 from .shm import ShmLedger
 
 KILL_TIMEOUT_S = 10.0
+_OTHERS_S = 60.0
 
 _log = Log("engine")
 
@@ -25,6 +31,8 @@ class Leftovers:
 
     def sweep(self) -> None:
         """End what an earlier runner or container left, and remove its files."""
+        if not wait_for_others(_OTHERS_S):
+            _log.warning("an earlier restore does not end")
         left = tree.find_members(os.getpid())
         if left:
             names = [f"{process.name}:{process.pid}" for process in left]

@@ -32,6 +32,7 @@ _WHY = {
 _ALWAYS = ("SYS_ADMIN", "SYS_PTRACE", "NET_ADMIN", "SYS_TIME")
 _OLDEST_CRIU = (4, 1)
 _RESERVED_PIDS = 4096
+_SPARE_BYTES = 256 << 20  # of the volume, which holds compile caches too
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,9 @@ def conclude(
     points = [_capability(found.capabilities, name) for name in needed]
     points.append(_seccomp(found.seccomp))
     points += _criu(found)
-    enough = found.free_bytes >= estimate_bytes
-    sizes = f"{_mib(found.free_bytes)} MiB free in {found.folder}, {_mib(estimate_bytes)} needed"
+    needed_bytes = estimate_bytes + _SPARE_BYTES
+    enough = found.free_bytes >= needed_bytes
+    sizes = f"{_mib(found.free_bytes)} MiB free in {found.folder}, {_mib(needed_bytes)} needed"
     remedy = "run `snapshot prune --keep 1`, or give the volume `state` more room"
     points.append(Point("disk", enough, sizes, "" if enough else remedy))
     enough = found.pid_max >= above_pid + _RESERVED_PIDS

@@ -59,14 +59,22 @@ def kill_front(stack: Stack) -> None:
 
 
 def maker_of(stack: Stack) -> int:
-    """PID of the process that makes a snapshot, from outside."""
+    return process_of(stack, b"warmhold_entrypoint.maker")
+
+
+def criu_of(stack: Stack) -> int:
+    return process_of(stack, b"criu\0restore")
+
+
+def process_of(stack: Stack, words: bytes) -> int:
+    """PID of a process of this stack from outside, or 0."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes()
             environ = (folder / "environ").read_bytes()
         except OSError:
             continue
-        if b"warmhold_entrypoint.maker" in command and str(stack.folder).encode() in environ:
+        if words in command and str(stack.folder).encode() in environ:
             return int(folder.name)
     return 0
 
@@ -211,6 +219,42 @@ def test_a_restore_that_fails_is_followed_by_the_next_mode(
     assert (status["mode"], status["crashes"]) == ("snapshot", 2)
     kill_front(stack)
     assert stack.wait_ready(5)["mode"] == "snapshot", "the mark is gone"
+
+
+def kill_while_it_restores(stack: Stack) -> None:
+    """Kill the engine; return when its restore waits."""
+    assert create(stack).returncode == 0
+    tell(stack, "criu", "wait")
+    kill_front(stack)
+    eventually(lambda: stack.text().count("engine restoring") == 1, "the restore")
+    eventually(lambda: criu_of(stack), "criu")
+
+
+def test_a_stop_while_it_restores_ends_with_0(stack: Stack) -> None:
+    kill_while_it_restores(stack)
+    os.kill(stack.pid, signal.SIGTERM)
+    assert stack.wait() == 0
+    assert criu_of(stack) == 0 and stack.tree() == {} and stack.shm_files() == set()
+
+
+def test_a_runner_that_is_killed_while_it_restores(stack: Stack) -> None:
+    kill_while_it_restores(stack)
+    runner = (stack.status() or {})["runner_pid"]
+    os.kill(runner, signal.SIGKILL)
+    tell(stack, "criu", "")  # and it brings back a whole tree that is nobody's
+    status = stack.wait_ready(2)
+    assert status["runner_pid"] != runner
+    assert (status["mode"], len(stack.tree())) == ("snapshot", 3)
+    assert stack.complete()["choices"]
+
+
+def test_one_whose_engines_end_by_themselves_is_left_alone(stack: Stack) -> None:
+    assert create(stack).returncode == 0
+    for starts in (2, 3, 4):
+        os.kill(stack.roles()["core"], signal.SIGKILL)
+        status = stack.wait_ready(starts)
+    assert (status["mode"], snapshot_reason(stack)) == ("ipc_cache", "snapshot.marked-failed")
+    assert "snapshot.unstable" in stack.text()
 
 
 def test_snapshot_restore_says_why_it_cannot(stack: Stack) -> None:

@@ -2,6 +2,7 @@
 """When a snapshot is made without being asked for."""
 
 import dataclasses
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +59,7 @@ def test_what_a_new_one_is_the_answer_to(auto: AutoSnapshots, code: str) -> None
     "changes",
     [
         {"code": "snapshot.weights-absent"},
-        {"code": "snapshot.rights"},
+        {"code": "snapshot.rights", "identity": {}},
         {"code": "", "name": "one"},
         {"identity": {}},
     ],
@@ -75,9 +76,34 @@ def test_only_a_serving_engine(auto: AutoSnapshots) -> None:
     assert auto.due(settings(SNAPSHOT="manual"), plan(), story(), PROBER) is None
 
 
-def test_once_for_each_identity_in_a_container(auto: AutoSnapshots, tmp_path: Path) -> None:
-    auto.note(plan())
+@pytest.mark.parametrize("code", ["", "snapshot.dump"])
+def test_once_for_each_identity_in_a_container(
+    auto: AutoSnapshots, tmp_path: Path, code: str
+) -> None:
+    auto.note(plan(), code)
     for again in (auto, AutoSnapshots(tmp_path)):
         assert again.due(WANTED, plan(), story(), PROBER) is None
         other = dataclasses.replace(ABSENT, identity={"kernel": "other"})
-        assert again.due(WANTED, plan(other), story(), PROBER) == 170
+        assert again.due(WANTED, plan(other), story(), PROBER) is not None
+        again_failed = dataclasses.replace(ABSENT, code="snapshot.marked-failed")
+        assert again.due(WANTED, plan(again_failed), story(), PROBER) is not None
+
+
+def test_a_busy_engine_is_tried_a_few_times_and_never_at_once(auto: AutoSnapshots) -> None:
+    for _ in range(4):
+        auto.note(plan(), "snapshot.busy")
+        due = auto.due(WANTED, plan(), story(), PROBER)
+        assert due is not None and due > time.monotonic() + 10
+    auto.note(plan(), "snapshot.busy")
+    assert auto.due(WANTED, plan(), story(), PROBER) is None
+
+
+def test_what_cannot_be_kept_is_remembered(
+    auto: AutoSnapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("warmhold_entrypoint.auto.write_atomically", fail)
+    auto.note(plan(), "")
+    assert auto.due(WANTED, plan(), story(), PROBER) is None

@@ -34,6 +34,7 @@ FACTS = Facts(
     shm_total_bytes=GIB,
     shm_free_bytes=GIB,
     state_free_bytes=100 * GIB,
+    has_caches=False,
     model=Model("demo", "/opt/warmhold/demo", GIB // 4),
     content=Content("c0", (FileVersion("/opt/warmhold/demo/model.safetensors", 9, 1, 1, 1),)),
     vault=Vault(),

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from warmhold_entrypoint.restored import AdoptedChild, Restoration, Wish, reject
+from warmhold_entrypoint.restored import CIRCUMSTANTIAL, AdoptedChild, Restoration, Wish, reject
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.mark import read_mark
@@ -71,3 +71,12 @@ def test_why_it_failed_stays_beside_the_artifact(
     assert (rejection.mode, rejection.detail, rejection.remedy) == ("snapshot", "why", "do")
     mark = read_mark(store.path("one"))
     assert mark and (mark.code, mark.circumstances) == ("snapshot.restore", {"container": "c"})
+
+
+def test_what_is_no_fault_of_an_artifact_leaves_no_mark(tmp_path: Path) -> None:
+    store = Store(tmp_path / "snapshots")
+    store.path("one").mkdir()
+    wish = Wish(store.folder, "one", tmp_path, tmp_path, True)
+    for code in CIRCUMSTANTIAL:
+        assert reject(wish, SnapshotError(code, "why", "do"), {}).code == code
+    assert read_mark(store.path("one")) is None

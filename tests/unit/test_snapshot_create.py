@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of a snapshot, and every step failing: the engine is resumed, no artifact is left."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -106,7 +107,9 @@ def make(root: int, events: list[str], store: Store, failing: str = "") -> creat
 
 def test_the_order(root: int, events: list[str], store: Store) -> None:
     report = make(root, events, store)
-    assert events == ["scan", "hold", "canary", "quiesce", "scan", "dump", "resume"]
+    # What was just started may need more than one look until it stands still.
+    acts = [name for name, _ in itertools.groupby(events)]
+    assert acts == ["scan", "hold", "canary", "quiesce", "scan", "dump", "resume"]
     manifest = store.read("one")
     store.verify(manifest)
     assert manifest.root_pid == root and manifest.identity == IDENTITY

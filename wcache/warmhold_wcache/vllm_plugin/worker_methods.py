@@ -96,10 +96,8 @@ def _find_caches(worker: Any) -> list[torch.UntypedStorage]:
 
 def _resume(worker: Any) -> dict[str, Any]:
     """Map all weights again, where they were."""
-    was_quiesced = not all(resident.mapped for resident in residency.RESIDENT)
     answer = _try_all(worker, residency.Residency.resume)
-    if was_quiesced:
-        _reseed()
+    _reseed()
     return answer
 
 
