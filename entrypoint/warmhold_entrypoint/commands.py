@@ -167,6 +167,7 @@ def snapshot_create(name: str, as_json: bool) -> None:
     click.echo(f"snapshot  {result['name']}")
     click.echo(f"pause     {result['pause_s']:.2f} s, frozen {result['frozen_s']:.2f} s")
     click.echo(f"bytes     {result['image_bytes'] / _MIB:.1f} MiB: {', '.join(kinds)}")
+    click.echo(f"weights   {result['weights_bytes'] / _MIB:.1f} MiB in a flat file")
     click.echo(f"seconds   {', '.join(steps)}")
     for note in result["notes"]:
         click.echo(f"note      {note}")

@@ -17,6 +17,7 @@ from warmhold_snapshot.create import Report, create
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_wcache.control_client import ControlError
 
+from .flat_weights import open_weights
 from .log import Log, configure_logging
 from .snapshot_engine import ControlledEngine
 from .snapshots import GENERATIONS
@@ -29,20 +30,24 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
     store = Store(Path(request["folder"]))
     for left in store.sweep():
         _log.warning("removed what a killed maker left", folder=left)
+    store.sweep_weights()
     try:
-        generations = " ".join(sorted(engine.generations()))
+        generations = sorted(engine.generations())
     except ControlError as error:
         remedy = "the engine goes on as before; see its log"
         raise SnapshotError("snapshot.engine", error.detail, remedy) from error
-    report = create(
-        request["pid"],
-        engine,
-        store,
-        request["name"],
-        request["identity"],
-        notes={GENERATIONS: generations},
-        other_uid=request["other_uid"],
-    )
+    kept = generations if request["weights"] == "flat" else []
+    with open_weights(Path(request["vault"]), kept) as weights:
+        report = create(
+            request["pid"],
+            engine,
+            store,
+            request["name"],
+            request["identity"],
+            notes={GENERATIONS: " ".join(generations)},
+            weights=weights,
+            other_uid=request["other_uid"],
+        )
     if request["prune"]:
         try:
             for name in store.prune(keep=1):
@@ -60,6 +65,7 @@ def describe(report: Report) -> dict[str, Any]:
         "pause_s": report.pause_s,
         "frozen_s": report.frozen_s,
         "image_bytes": report.image_bytes,
+        "weights_bytes": report.weights_bytes,
         "bytes_by_kind": dict(report.bytes_by_kind),
         "bytes_by_process": {str(pid): size for pid, size in report.bytes_by_process.items()},
         "seconds": dict(report.timings),

@@ -25,19 +25,22 @@ from . import tree
 from .conf import CONTROL_SOCKET, VAULT_SOCKET
 from .engine_process import EngineProcess
 from .errors import Rejection
+from .flat_weights import publish_flat
 from .log import Log
 from .loop import Loop
 from .phases import Phases
-from .resident import read_vault
+from .resident import COMING, Vault, read_vault
 from .settings import Settings
 from .snapshot_engine import ControlledEngine
-from .snapshots import FOLDER, split_generations
+from .snapshots import FOLDER, read_circumstances, split_generations
 
-# What may be otherwise at the next start: then it is tried again.
+# What may be otherwise at the next start, and what a new artifact is no answer to.
 CIRCUMSTANTIAL = (
     *("snapshot.weights-absent", "snapshot.pids-taken", "snapshot.port-taken"),
-    "snapshot.busy",
+    *("snapshot.busy", "snapshot.stopped"),
 )
+# The artifact is sound, or gone: it gets no mark.
+_UNMARKED = (*CIRCUMSTANTIAL, "snapshot.weights-damaged")
 # A stop waits so long for a restore, which is then ended.
 _STOP_S = 5.0
 _VAULT_S = 5.0
@@ -86,14 +89,15 @@ class AdoptedChild:
 @dataclass(frozen=True)
 class Wish:
     """What is to be restored: the artifact `name` in `folder`, whose engine has the `control`
-    socket and whose weights the `vault` socket hands out; every byte is verified with
-    `checksums`."""
+    socket and whose weights the `vault` socket hands out, with `flat` out of flat files where it
+    does not hold them; every byte is verified with `checksums`."""
 
     folder: Path
     name: str
     control: Path
     vault: Path
     checksums: bool
+    flat: bool
 
 
 def build_wish(settings: Settings, name: str) -> Wish:
@@ -105,6 +109,7 @@ def build_wish(settings: Settings, name: str) -> Wish:
         control=env.run_dir / CONTROL_SOCKET,
         vault=env.run_dir / VAULT_SOCKET,
         checksums=env.snapshot_verify == "always",
+        flat=env.snapshot_weights == "flat",
     )
 
 
@@ -121,17 +126,20 @@ class Restoration:
         self.weights: dict[str, object] | None = None  # none of the vault's are mapped
         self._wish = wish
         self._wake = wake
+        self._stopped = False
+        self._published: list[str] = []
         self._began = self._last = time.monotonic()
         self._seconds: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="restore", daemon=True)
         self._thread.start()
 
     def wait(self, loop: Loop) -> EngineProcess | None:
-        """Wait for its end; return the engine, also one that failed later, with its log. A stop
-        bounds the wait."""
+        """Wait for its end; return the engine, also one that failed later, with its log. Once a
+        stop is asked for no more bytes are read, and the wait is bounded."""
         give_up_at: float | None = None
         while not self.done:
             if loop.stop_asked:
+                self._stopped = True
                 give_up_at = give_up_at or time.monotonic() + _STOP_S
                 if time.monotonic() > give_up_at:
                     tree.kill_below(os.getpid(), _STOP_S)  # criu, and what it has made
@@ -173,9 +181,17 @@ class Restoration:
     def _restore(self) -> None:
         wish = self._wish
         store = Store(wish.folder)
-        _require_weights(split_generations(store.read(wish.name)), wish.vault)
-        self._close("vault", "image")
-        restored = restore(store, wish.name, self._writer, checksums=wish.checksums)
+        absent = _find_absent(split_generations(store.read(wish.name)), wish)
+        self._close("vault", "flat" if absent else "image")
+        if absent:
+            for generation_id in absent:
+                count = publish_flat(store.flat, generation_id, wish.vault, self._go_on)
+                self._published.append(generation_id)
+                _log.info("weights read from a flat file", id=generation_id, bytes=count)
+            self._close("flat", "image")
+        restored = restore(
+            store, wish.name, self._writer, checksums=wish.checksums, progress=self._go_on
+        )
         self.process = AdoptedChild(restored.pid, restored.pidfd)
         self._close("image", "weights")
         self._split_image(restored.phases)
@@ -192,16 +208,20 @@ class Restoration:
         if not found:
             return
         self.weights = {
-            "mode": "ipc_cache",
+            "mode": "flat" if self._published else "ipc_cache",
             "bytes": sum(found.values()),
-            "seconds": self._seconds["weights"],
+            "seconds": self._seconds.get("flat", 0.0) + self._seconds["weights"],
             "loads": len(found),
             "code": "",
             "reason": "",
             "fields": [],
-            "published": [],
+            "published": self._published,
             "not_published": "",
         }
+
+    def _go_on(self, done_bytes: int, total_bytes: int) -> None:
+        if self._stopped:
+            raise SnapshotError("snapshot.stopped", "it was interrupted by a stop", "none")
 
     def _split_image(self, phases: Mapping[str, float]) -> None:
         """The checksums are a phase of their own."""
@@ -216,30 +236,32 @@ class Restoration:
         self._last, self.current = now, following
 
 
-def reject(wish: Wish, error: SnapshotError, circumstances: Mapping[str, str]) -> Rejection:
+def reject(wish: Wish, error: SnapshotError) -> Rejection:
     """Given what was to be restored and why it could not be, say so, keep it beside the artifact
-    (one that is gone needs no mark), and return it as a reason."""
+    with the circumstances where it may be at fault, and return it as a reason."""
+    rejection = Rejection("snapshot", error.code, error.detail, error.remedy)
     for line in error.lines:
         _log.warning("criu", line=line)
     _log.warning("restore failed", code=error.code, detail=error.detail)
-    if error.code in CIRCUMSTANTIAL:
-        return Rejection("snapshot", error.code, error.detail, error.remedy)
+    if error.code in _UNMARKED:
+        return rejection
     with suppress(OSError, SnapshotError):
-        write_mark(Store(wish.folder).path(wish.name), error, dict(circumstances))
-    return Rejection("snapshot", error.code, error.detail, error.remedy)
+        path = Store(wish.folder).path(wish.name)
+        write_mark(path, error, read_circumstances(read_vault(wish.vault)))
+    return rejection
 
 
-def _require_weights(wanted: set[str], socket: Path) -> None:
-    """Raise SnapshotError `snapshot.weights-absent` where the vault does not hold all generations;
-    one that is just starting is waited for."""
+def _find_absent(wanted: set[str], wish: Wish) -> list[str]:
+    """Return the generations that have to come out of flat files. A vault that is just starting is
+    waited for. Raise SnapshotError `snapshot.weights-absent` where there can be no flat file."""
     deadline = time.monotonic() + _VAULT_S
-    while wanted:
-        vault = read_vault(socket)
-        absent = wanted - {row["id"] for row in vault.rows}
-        if not absent:
-            return
-        if vault.code not in ("loading", "absent", "dead-socket") or time.monotonic() > deadline:
-            detail = vault.detail or f"the vault does not hold {', '.join(sorted(absent))}"
+    while True:
+        vault = read_vault(wish.vault, _VAULT_S) if wanted else Vault()
+        absent = sorted(wanted - {row["id"] for row in vault.rows})
+        if not absent or (wish.flat and not vault.code):
+            return absent
+        if vault.code not in COMING or time.monotonic() > deadline:
+            detail = vault.detail or f"the vault does not hold {', '.join(absent)}"
             remedy = "none: another mode loads them"
             raise SnapshotError("snapshot.weights-absent", detail, remedy)
         time.sleep(_VAULT_POLL_S)

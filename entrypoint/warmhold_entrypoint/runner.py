@@ -178,7 +178,7 @@ class Runner:
     def _reject_snapshot(self, error: SnapshotError) -> None:
         """Keep what is against this attempt's artifact, beside it and in the status."""
         wish = build_wish(self._settings, self._story.snapshot)
-        rejection = reject(wish, error, self._plan.snapshots.circumstances)
+        rejection = reject(wish, error)
         self._plan = self._plan.reject(rejection)
         self._refuse_wanted(rejection)
 

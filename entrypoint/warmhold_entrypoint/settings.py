@@ -120,6 +120,13 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         Literal["always", "metadata"],
         _about("Before a restore compare every byte with its checksum, or names and sizes alone."),
     ] = "always"
+    snapshot_weights: Annotated[
+        Literal["flat", "none"],
+        _about(
+            "`flat` keeps a snapshot's weights in a file too, for a container whose vault lacks"
+            " them; with `none` such a container first starts in another mode."
+        ),
+    ] = "flat"
     metrics_port: Annotated[
         Port | None, _about("Serve Prometheus metrics of the supervision on this port (off).")
     ] = None

@@ -33,7 +33,7 @@ from . import weights
 from .arguments import EngineArguments
 from .inputs import LORA_OPTIONS, read_inputs
 from .log import redact_argv
-from .resident import Vault
+from .resident import COMING, Vault
 from .settings import HUB_TOKENS, Settings, is_offline
 
 FOLDER = "snapshots"
@@ -57,15 +57,13 @@ _CREATE = "run `snapshot create` in the container while the engine serves"
 class Snapshots:
     """What there is: `name` is the newest artifact that can be restored, or `code` says why none
     can. `identity` is that of what would be started now (empty where there can be no artifact),
-    `circumstances` what a failed restore may have depended on, `revoked` the names of artifacts
-    that hold a secret which has changed since."""
+    `revoked` the names of artifacts that hold a secret which has changed since."""
 
     code: str = "snapshot.absent"
     detail: str = "there is none yet"
     remedy: str = _CREATE
     name: str = ""
     identity: Mapping[str, str] = field(default_factory=dict)
-    circumstances: Mapping[str, str] = field(default_factory=dict)
     revoked: tuple[str, ...] = ()
 
 
@@ -121,7 +119,8 @@ def read_snapshots(
                 served=served,
                 weights=json.dumps(dict(candidate.key)),
             )
-            return judge(store, now, read_circumstances(vault), vault, wanted)
+            flat = settings.env.snapshot_weights == "flat"
+            return judge(store, now, read_circumstances(vault), vault, wanted, flat)
         except SnapshotError as error:
             found = Snapshots(error.code, error.detail, error.remedy or _CREATE)
     revoking = identity.collect_revoking(store.key, secrets, files, served)
@@ -160,9 +159,10 @@ def judge(
     circumstances: Mapping[str, str],
     vault: Vault,
     wanted: str = "",
+    flat: bool = False,
 ) -> Snapshots:
-    """Given the store, the identity and circumstances now and the vault, return the newest artifact
-    that fits, or what is against the newest."""
+    """Given the store, the identity and circumstances now, the vault, and whether flat files stand
+    in for it, return the newest artifact that fits, or what is against the newest."""
     against: list[tuple[str, str, str]] = []
     fits = ""
     manifests = _read_manifests(store, wanted)
@@ -173,7 +173,8 @@ def judge(
             continue
         differences = find_differences(manifest.identity, now)
         if not fits:
-            reason = _reason_against(store, manifest, differences, circumstances, vault, wanted)
+            reason = _reason_against(store, manifest, differences, circumstances, wanted)
+            reason = reason or _find_missing_weights(store, manifest, vault, flat)
             if reason is None:
                 fits = name
             else:
@@ -186,7 +187,7 @@ def judge(
         code, detail, remedy = "snapshot.absent", "there is none yet", _CREATE
         if wanted:
             detail, remedy = f"no snapshot {wanted}", "see `snapshot list`"
-    return Snapshots(code, detail, remedy, fits, now, circumstances, revoked)
+    return Snapshots(code, detail, remedy, fits, now, revoked)
 
 
 def find_revoked(
@@ -340,7 +341,6 @@ def _reason_against(
     manifest: Manifest,
     differences: Sequence[Difference],
     circumstances: Mapping[str, str],
-    vault: Vault,
     wanted: str,
 ) -> tuple[str, str, str] | None:
     """Code, detail and remedy where an artifact cannot be restored now."""
@@ -353,9 +353,23 @@ def _reason_against(
         detail = f"{name}: {mark.code}: {mark.detail}"
         remedy = f"`snapshot restore {name}` tries it again; or create a new one"
         return "snapshot.marked-failed", detail, remedy
-    resident = {row["id"] for row in vault.rows}
-    if vault.code != "loading" and (absent := split_generations(manifest) - resident):
-        detail = f"{name}: the vault does not hold {', '.join(sorted(absent))}"
-        remedy = "none: another mode loads them; a new container's vault is empty"
-        return "snapshot.weights-absent", detail, remedy
     return None
+
+
+def _find_missing_weights(
+    store: Store, manifest: Manifest, vault: Vault, flat: bool
+) -> tuple[str, str, str] | None:
+    """Code, detail and remedy where the vault does not hold the weights and cannot get them."""
+    absent = sorted(split_generations(manifest) - {row["id"] for row in vault.rows})
+    if not absent or vault.code == "loading":
+        return None
+    code, why = "snapshot.weights-absent", vault.detail or "WARMHOLD_SNAPSHOT_WEIGHTS=none"
+    if flat and vault.code in ("", *COMING):
+        try:
+            for generation_id in absent:
+                store.flat.verify(generation_id)
+            return None
+        except SnapshotError as error:
+            code, why = error.code, error.detail
+    detail = f"{manifest.name}: the vault does not hold {', '.join(absent)}; {why}"
+    return code, detail, "none: another mode loads them; a new container's vault is empty"

@@ -10,7 +10,7 @@ from typing import Any
 from warmhold_snapshot import artifact, pids
 from warmhold_snapshot.errors import SnapshotError
 
-from .conf import CONTROL_SOCKET
+from .conf import CONTROL_SOCKET, VAULT_SOCKET
 from .errors import Fault
 from .log import Log
 from .loop import Loop
@@ -48,6 +48,8 @@ class Snapshotting:
             "name": self.name,
             "folder": str(settings.env.state_dir / FOLDER),
             "control": str(settings.env.run_dir / CONTROL_SOCKET),
+            "vault": str(settings.env.run_dir / VAULT_SOCKET),
+            "weights": settings.env.snapshot_weights,
             "drain_s": _DRAIN_S if order else _AUTO_DRAIN_S,
             "identity": dict(plan.snapshots.identity),
             "other_uid": bool(settings.env.engine_uid),
@@ -111,7 +113,7 @@ class Snapshotting:
         self.over = True
         result = self._result
         if result["ok"]:
-            shown = ("pause_s", "frozen_s", "image_bytes")
+            shown = ("pause_s", "frozen_s", "image_bytes", "weights_bytes")
             _log.info("snapshot made", name=self.name, **{name: result[name] for name in shown})
         else:
             _log.warning("no snapshot", code=result["code"], detail=result["detail"])
@@ -141,6 +143,9 @@ def remove_revoked(settings: Settings, plan: Plan) -> None:
             _log.info("removed a snapshot that has been revoked", name=name)
         except (OSError, SnapshotError) as error:
             _log.error("a snapshot that has been revoked stays", name=name, detail=str(error))
+    if plan.snapshots.revoked:
+        with suppress(OSError, SnapshotError):  # without the key nobody knows which are needed
+            artifact.Store(folder).sweep_weights()
     with suppress(OSError):  # there is no such folder yet
         for left in artifact.sweep(folder):
             _log.warning("removed what a killed maker left", folder=left)

@@ -44,7 +44,9 @@ def cli(context: click.Context, folder: Path) -> None:
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@click.option("--estimate-mib", type=click.IntRange(0), default=0, help="Expected size, MiB.")
+@click.option(
+    "--estimate-mib", type=click.IntRange(0), default=0, help="Expected size and weights, MiB."
+)
 @click.option("--other-uid", is_flag=True, help="The engine runs as another user than root.")
 @click.option(
     "--above-pid", type=click.IntRange(0), default=0, help="The engine's PIDs are higher."
@@ -92,12 +94,18 @@ def inspect(folder: Path, name: str, as_json: bool, verify: bool) -> None:
     store = Store(folder)
     manifest = store.read(name)
     store.verify(manifest, checksums=verify)
+    weights = store.judge_weights(manifest)
+    if weights != "absent":  # the vault may hold them
+        for generation_id in manifest.weights:
+            store.flat.verify(generation_id, checksums=verify)
     mark = read_mark(store.path(name))
     if as_json:
-        shown = {"manifest": manifest, "failed": mark, "verified": verify}
+        shown = {"manifest": manifest, "failed": mark, "verified": verify, "weights": weights}
         click.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
         return
     click.echo(describe(manifest))
+    size = f"{sum(manifest.weights.values()) / (1 << 20):.1f} MiB"
+    click.echo(f"weights   {weights}: {size} in {', '.join(manifest.weights) or 'no flat file'}")
     click.echo(f"files     {len(manifest.files)}, {'every byte' if verify else 'sizes'} as written")
     if mark:
         click.echo(f"failed    {mark.at} {mark.code}: {mark.detail}")
@@ -107,7 +115,7 @@ def inspect(folder: Path, name: str, as_json: bool, verify: bool) -> None:
 @click.option("--keep", type=click.IntRange(0), required=True, help="How many usable ones stay.")
 @click.pass_obj
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest usable snapshots."""
+    """Remove all but the newest usable snapshots, and flat weights that none needs."""
     for name in Store(folder).prune(keep):
         click.echo(f"removed {name}")
 
@@ -123,10 +131,11 @@ def _ask_runner(command: str, arguments: tuple[str, ...]) -> NoReturn:
 
 def render(rows: list[Listed]) -> str:
     """Given rows, return them as a table."""
-    table = [("NAME", "STATE", "CREATED", "MIB", "DETAIL")]
+    table = [("NAME", "STATE", "CREATED", "MIB", "WEIGHTS MIB", "DETAIL")]
     for row in rows:
         size = str(row.image_bytes >> 20)
-        table.append((row.name, row.state, row.created[:19] + "Z", size, row.detail))
+        weights = f"{row.weights_bytes >> 20} {row.weights}"
+        table.append((row.name, row.state, row.created[:19] + "Z", size, weights, row.detail))
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -4,7 +4,8 @@
 Anywhere: snapshot.criu-absent, snapshot.criu (it failed), snapshot.timeout (it outlasted its
 limit), snapshot.sockets (the kernel does not tell peers), snapshot.no-process, snapshot.disk,
 snapshot.busy (a lock is held), snapshot.key (the key file), snapshot.name, snapshot.absent,
-snapshot.damaged; snapshot.no-runner (the command line).
+snapshot.damaged; snapshot.weights-absent, snapshot.weights-damaged (a flat file);
+snapshot.no-runner (the command line).
 Create: snapshot.rights (check found something missing), snapshot.fds (what CRIU cannot take along),
 snapshot.engine (it could not be held, asked or quiesced), snapshot.dump, snapshot.resume (the
 engine has to be started anew).

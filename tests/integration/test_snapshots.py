@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stack import Stack, eventually
@@ -45,7 +46,20 @@ def create(stack: Stack, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def artifacts(stack: Stack) -> list[str]:
     folder = stack.folder / "state" / "snapshots"
-    return sorted(path.name for path in folder.iterdir() if path.name != ".key")
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def flat_files(stack: Stack) -> list[Path]:
+    return sorted((stack.folder / "state" / "snapshots" / ".weights").iterdir())
+
+
+def new_container(stack: Stack, **environment: str) -> dict[str, Any]:
+    """Stop, and serve again in another PID 1: its vault is empty. Return the status."""
+    status = stack.status()
+    assert stack.stop() == 0 and status
+    stack.environment.update(environment)
+    stack.boot()
+    return stack.wait_ready(status["starts"] + 1)
 
 
 def snapshot_reason(stack: Stack) -> str:
@@ -255,6 +269,63 @@ def test_one_whose_engines_end_by_themselves_is_left_alone(stack: Stack) -> None
         status = stack.wait_ready(starts)
     assert (status["mode"], snapshot_reason(stack)) == ("ipc_cache", "snapshot.marked-failed")
     assert "snapshot.unstable" in stack.text()
+
+
+def test_a_new_container_gets_the_weights_out_of_the_flat_file(stack: Stack) -> None:
+    report = json.loads(create(stack, "--json").stdout)
+    (flat,) = flat_files(stack)
+    assert report["weights_bytes"] == 300 << 14 and "weights" in report["seconds"]
+    status = new_container(stack)
+    assert (status["mode"], status["snapshot"], status["crashes"]) == ("snapshot", "one", 0)
+    assert status["weights"]["mode"] == "flat"
+    assert status["weights"]["published"] == [flat.name]
+    assert {"vault", "flat", "verify", "image", "weights"} <= set(status["phases"])
+    assert abs(sum(status["phases"].values()) - status["total_s"]) < 1e-6
+    assert "read from a flat file" in stack.run("status").stdout
+    assert f"weights mapped {flat.name}" in stack.text()
+    kill_front(stack)
+    status = stack.wait_ready(status["starts"] + 1)
+    assert (status["mode"], status["weights"]["mode"]) == ("snapshot", "ipc_cache")
+    assert "flat" not in status["phases"]
+
+
+def test_none_writes_no_flat_file_and_reads_none(make_stack: MakeStack) -> None:
+    stack = make_stack(WARMHOLD_SNAPSHOT_WEIGHTS="none").serve()
+    assert create(stack).returncode == 0
+    assert not (stack.folder / "state" / "snapshots" / ".weights").exists()
+    status = new_container(stack)
+    assert (status["mode"], snapshot_reason(stack)) == ("disk", "snapshot.weights-absent")
+    kill_front(stack)
+    assert stack.wait_ready(3)["mode"] == "snapshot", "they are resident now"
+    new_container(stack, WARMHOLD_SNAPSHOT_WEIGHTS="flat")
+    assert snapshot_reason(stack) == "snapshot.weights-absent", "there is no file"
+    assert create(stack).returncode == 0 and len(flat_files(stack)) == 1
+    new_container(stack, WARMHOLD_SNAPSHOT_WEIGHTS="none")
+    assert snapshot_reason(stack) == "snapshot.weights-absent", "it is not read"
+
+
+def test_a_damaged_flat_file_goes_and_the_next_mode_follows(stack: Stack) -> None:
+    assert create(stack).returncode == 0
+    (flat,) = flat_files(stack)
+    with flat.open("r+b") as file:
+        file.write(b"X" * 100)
+    status = new_container(stack)
+    assert (status["mode"], status["crashes"]) == ("disk", 0)
+    assert snapshot_reason(stack) == "snapshot.weights-damaged"
+    assert flat_files(stack) == [] and stack.text().count("engine restoring") == 1
+    kill_front(stack)
+    assert stack.wait_ready(3)["mode"] == "snapshot", "the artifact itself is sound"
+    status = new_container(stack)
+    assert (status["mode"], snapshot_reason(stack)) == ("disk", "snapshot.weights-absent")
+
+
+def test_a_flat_file_that_cannot_be_written_costs_the_snapshot_alone(stack: Stack) -> None:
+    before = stack.roles()
+    (stack.folder / "state" / "snapshots" / ".weights").write_text("in the way")
+    made = create(stack)
+    assert made.returncode == 73 and "error: snapshot.disk: " in made.stderr
+    stack.wait_ready()
+    assert (stack.roles(), artifacts(stack)) == (before, [])
 
 
 def test_snapshot_restore_says_why_it_cannot(stack: Stack) -> None:

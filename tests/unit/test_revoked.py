@@ -11,6 +11,7 @@ from warmhold_entrypoint.plan import Plan
 from warmhold_entrypoint.settings import Settings, read_settings
 from warmhold_entrypoint.snapshots import FOLDER, Snapshots
 from warmhold_entrypoint.snapshotting import remove_revoked
+from warmhold_snapshot.artifact import Store
 
 Capture = pytest.LogCaptureFixture
 
@@ -25,7 +26,7 @@ class Planned:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two artifacts under no key: what goes is not read before."""
-    folder = tmp_path / FOLDER
+    folder = Store(tmp_path / FOLDER).folder
     for name in ("one", "two"):
         (folder / name / "images").mkdir(parents=True)
         (folder / name / "images" / "pages-1.img").write_bytes(b"sk-1")
@@ -36,7 +37,7 @@ def act(folder: Path, *revoked: str) -> set[str]:
     settings: Settings
     settings, _, _ = read_settings({"WARMHOLD_STATE_DIR": str(folder.parent)}, ())
     remove_revoked(settings, cast(Plan, Planned(*revoked)))
-    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+    return {path.name for path in folder.iterdir()} - {".key"} if folder.exists() else set()
 
 
 def test_only_the_revoked_go(folder: Path) -> None:
@@ -47,7 +48,16 @@ def test_only_the_revoked_go(folder: Path) -> None:
 
 def test_a_key_that_cannot_be_used_keeps_nothing(folder: Path) -> None:
     (folder / ".key").write_bytes(b"short")
-    assert act(folder, "one", "two") == {".key"}
+    assert act(folder, "one", "two") == set()
+
+
+def test_the_weights_of_the_revoked_go_too(folder: Path) -> None:
+    (folder / ".weights").mkdir(mode=0o700)
+    (folder / ".weights" / "0123456789abcdef").write_bytes(b"w")
+    act(folder)
+    assert list((folder / ".weights").iterdir())
+    act(folder, "one")
+    assert list((folder / ".weights").iterdir()) == []
 
 
 def test_what_a_killed_maker_left_goes_too(folder: Path) -> None:

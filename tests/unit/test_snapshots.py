@@ -2,6 +2,7 @@
 """Which artifact fits, and what is against each of the others."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,6 +26,7 @@ from warmhold_snapshot import check
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.check import Point
 from warmhold_snapshot.errors import SnapshotError
+from warmhold_snapshot.flat import Weights
 from warmhold_snapshot.manifest import FORMAT, Manifest
 from warmhold_snapshot.mark import write_mark
 from warmhold_snapshot.pids import Process
@@ -37,6 +39,7 @@ NOW = {
     "weights": json.dumps({"content": "c", "files": "f"}),
 }
 HERE = {"container": "c1", "weights": "g1"}
+ID = "0123456789abcdef"
 VAULT = Vault(rows=({"id": "g1"},))
 
 
@@ -45,12 +48,18 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "state" / "snapshots")
 
 
-def publish(store: Store, name: str = "one", created: str = "1", **changes: str) -> None:
-    publish_as(store, {**NOW, **changes}, name, created)
+def publish(
+    store: Store, name: str = "one", created: str = "1", generation: str = "g1", **changes: str
+) -> None:
+    publish_as(store, {**NOW, **changes}, name, created, generation)
 
 
 def publish_as(
-    store: Store, identity: Mapping[str, str], name: str = "one", created: str = "1"
+    store: Store,
+    identity: Mapping[str, str],
+    name: str = "one",
+    created: str = "1",
+    generation: str = "g1",
 ) -> None:
     with store.draft(name) as draft:
         manifest = Manifest(
@@ -68,13 +77,16 @@ def publish_as(
             bytes_by_kind={},
             bytes_by_process={},
             timings={},
-            notes={GENERATIONS: "g1"},
+            notes={GENERATIONS: generation},
+            weights={generation: 4096} if generation == ID else {},
         )
         store.publish(draft, manifest)
 
 
-def look(store: Store, vault: Vault = VAULT, wanted: str = "", **now: str) -> Snapshots:
-    return judge(store, {**NOW, **now}, HERE, vault, wanted)
+def look(
+    store: Store, vault: Vault = VAULT, wanted: str = "", flat: bool = False, **now: str
+) -> Snapshots:
+    return judge(store, {**NOW, **now}, HERE, vault, wanted, flat)
 
 
 def test_there_is_none(store: Store) -> None:
@@ -88,7 +100,7 @@ def test_the_newest_that_fits(store: Store) -> None:
     publish(store, "b", "2")
     publish(store, "c", "3", kernel="other")
     found = look(store)
-    assert (found.code, found.name, found.circumstances) == ("", "b", HERE)
+    assert (found.code, found.name) == ("", "b")
     assert look(store, wanted="a").name == "a"
     assert look(store, wanted="c").code == "snapshot.identity-mismatch"
 
@@ -151,6 +163,32 @@ def test_the_weights_have_to_be_there(store: Store, vault: Vault, name: str) -> 
     found = look(store, vault)
     assert found.name == name
     assert found.code == ("" if name else "snapshot.weights-absent")
+
+
+def test_a_flat_file_stands_in_for_the_vault(store: Store) -> None:
+    publish(store, generation=ID)
+    found = look(store, flat=True)
+    assert found.code == "snapshot.weights-absent" and "in no flat file" in found.detail
+    fd = os.memfd_create("weights")
+    os.truncate(fd, 4096)
+    store.flat.write(Weights(ID, b"{}", ((fd, 4096),)))
+    os.close(fd)
+    for code in ("", "absent", "dead-socket"):
+        assert look(store, Vault(code), flat=True).name == "one", "PID 1 plans before there is one"
+    found = look(store)
+    assert found.code == "snapshot.weights-absent"
+    assert "WARMHOLD_SNAPSHOT_WEIGHTS=none" in found.detail
+    found = look(store, Vault("hung", "no answer"), flat=True)
+    assert found.code == "snapshot.weights-absent" and "no answer" in found.detail
+    assert look(store, Vault("loading", "young"), flat=True).name == "one"
+    os.truncate(store.flat.folder / ID, 4096)
+    assert look(store, flat=True).code == "snapshot.weights-damaged"
+
+
+def test_an_engines_word_leads_nowhere_else(store: Store) -> None:
+    publish(store, generation="../.key")
+    found = look(store, flat=True)
+    assert found.code == "snapshot.weights-absent" and "is no id" in found.detail
 
 
 def test_a_damaged_one_is_passed_over(store: Store) -> None:
