@@ -3,9 +3,6 @@
 
 Reads only, within milliseconds: manifests are read and compared, image files are not touched, and
 no program but `criu --version` is run. Nothing here decides: `plan.decide` does.
-
-Which artifacts have been revoked is told in every case, also where snapshots are off or impossible:
-what holds a key that was taken back is not to lie there.
 """
 
 import dataclasses
@@ -15,14 +12,13 @@ import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import warmhold_snapshot
 import warmhold_wcache
 from warmhold_snapshot import check, criu, identity
-from warmhold_snapshot.artifact import MANIFEST, Store, list_names
+from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.identity import Difference
 from warmhold_snapshot.manifest import Manifest
@@ -31,24 +27,18 @@ from warmhold_wcache.key import compare as compare_keys
 
 from . import weights
 from .arguments import EngineArguments
-from .inputs import LORA_OPTIONS, read_inputs
+from .inputs import read_inputs
 from .log import redact_argv
 from .resident import COMING, Vault
+from .revoked import collect_secrets, collect_served, find_revoked, find_unsealed
 from .settings import HUB_TOKENS, Settings, is_offline
 
 FOLDER = "snapshots"
 GENERATIONS = "generations"  # among a manifest's notes: the weights that its engine had mapped
-_TLS_FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs")
 # What differs between two containers of one configuration, or names the user of a shell.
 _VOLATILE = re.compile(
     r"HOSTNAME|PWD|OLDPWD|SHLVL|TERM|_|HF_TOKEN|HUGGING_FACE_HUB_TOKEN|SUPERVISOR_\w+"
     r"|KUBERNETES_\w+|\w+_SERVICE_(HOST|PORT)\w*|\w+_PORT_\d+_(TCP|UDP)\w*"
-)
-# Fields whose change revokes an artifact: it answers to a key, or serves what is not wanted now.
-_REVOKING = (
-    identity.SECRETS,
-    identity.SERVED,
-    *(f"{identity.FILES}{option}" for option in LORA_OPTIONS),
 )
 _CREATE = "run `snapshot create` in the container while the engine serves"
 
@@ -57,7 +47,7 @@ _CREATE = "run `snapshot create` in the container while the engine serves"
 class Snapshots:
     """What there is: `name` is the newest artifact that can be restored, or `code` says why none
     can. `identity` is that of what would be started now (empty where there can be no artifact),
-    `revoked` the names of artifacts that hold a secret which has changed since."""
+    `revoked` the names of artifacts to be removed, whatever the code."""
 
     code: str = "snapshot.absent"
     detail: str = "there is none yet"
@@ -96,7 +86,7 @@ def read_snapshots(
         store = Store(folder)
     except SnapshotError as error:
         found = found or Snapshots(error.code, error.detail, error.remedy)
-        return dataclasses.replace(found, revoked=_find_keyless(folder, error, secrets))
+        return dataclasses.replace(found, revoked=find_unsealed(folder, error, secrets))
     if found is None:
         try:
             now = identity.collect_identity(
@@ -190,30 +180,6 @@ def judge(
     return Snapshots(code, detail, remedy, fits, now, revoked)
 
 
-def find_revoked(
-    folder: Path, manifests: Sequence[tuple[str, Manifest | SnapshotError]], now: Mapping[str, str]
-) -> tuple[str, ...]:
-    """Given the folder of artifacts, their manifests, and the fields of an identity that revoke,
-    return the names of the revoked: a secret, a LoRA or a served name has changed since.
-
-    One that cannot be read counts where there are secrets now or its manifest names one, since
-    nobody can tell which ones its images hold; else it stays, for whoever wants to look into it.
-    """
-    has_secrets = any(name.startswith(identity.SECRETS) for name in now)
-    return tuple(
-        name
-        for name, manifest in manifests
-        if (
-            any(
-                item.field.startswith(_REVOKING)
-                for item in identity.compare(manifest.identity, now)
-            )
-            if isinstance(manifest, Manifest)
-            else has_secrets or _names_secret(folder / name)
-        )
-    )
-
-
 def find_differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[Difference]:
     """Given two identities, return the fields that differ. Launch keys of the same weights may
     differ as texts: what the digest of a checkpoint is becomes known in its first load."""
@@ -235,31 +201,6 @@ def read_circumstances(vault: Vault) -> dict[str, str]:
         "shm_bytes": str(shm.f_blocks * shm.f_frsize),
         "weights": " ".join(sorted(row["id"] for row in vault.rows)),
     }
-
-
-def collect_secrets(settings: Settings) -> dict[str, str]:
-    """Given settings, return what an artifact must not outlive: API keys, and the TLS files' bytes
-    as digests."""
-    secrets = {f"api_key.{number}": key for number, key in enumerate(settings.api_keys)}
-    for option in _TLS_FILES:
-        if path := settings.arguments.value(option):
-            try:
-                content = Path(path).read_bytes()
-            except OSError:
-                content = b""
-            secrets[option.strip("-")] = hashlib.sha256(content).hexdigest()
-    return secrets
-
-
-def collect_served(settings: Settings) -> list[str]:
-    """Given settings, return what clients may ask for: the served names, and LoRAs as the arguments
-    have them."""
-    arguments = settings.arguments
-    served = [*(arguments.values("--served-model-name") or (settings.model,))]
-    for option, values in arguments.options():
-        if option.lstrip("-").partition(".")[0] in LORA_OPTIONS:
-            served += [f"{option}={value}" for value in values]
-    return served
 
 
 def digest_code() -> str:
@@ -299,25 +240,6 @@ def _find_hub_token(settings: Settings, candidate: Candidate) -> str:
                 return name
     arguments = EngineArguments(tuple(candidate.argv), settings.arguments.config)
     return "--hf-token" if arguments.has("--hf-token") else ""
-
-
-def _find_keyless(
-    folder: Path, error: SnapshotError, secrets: Mapping[str, str]
-) -> tuple[str, ...]:
-    """The revoked artifacts where the key that seals them cannot be used: none can be read."""
-    with suppress(OSError):
-        manifests = [(name, error) for name in list_names(folder)]
-        return find_revoked(
-            folder, manifests, {f"{identity.SECRETS}{name}": "" for name in secrets}
-        )
-    return ()
-
-
-def _names_secret(artifact: Path) -> bool:
-    """Whether a manifest that is not to be believed has a field of a secret."""
-    with suppress(OSError):
-        return f'"{identity.SECRETS}'.encode() in (artifact / MANIFEST).read_bytes()
-    return False
 
 
 def _read_manifests(store: Store, wanted: str) -> list[tuple[str, Manifest | SnapshotError]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from warmhold_entrypoint import plan as plan_module
+from warmhold_entrypoint import start
 from warmhold_entrypoint.budget import GIB, MIB, choose_kv_bytes, choose_threads
 from warmhold_entrypoint.command import (
     build_engine_environment,
@@ -19,7 +20,7 @@ from warmhold_entrypoint.model import Model
 from warmhold_entrypoint.plan import Plan, decide
 from warmhold_entrypoint.resident import Vault
 from warmhold_entrypoint.settings import Settings, read_settings
-from warmhold_entrypoint.snapshots import Snapshots
+from warmhold_entrypoint.snapshots import Candidate, Snapshots
 from warmhold_wcache.content import Content, FileVersion
 
 FACTS = Facts(
@@ -596,3 +597,61 @@ def test_decide_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(variable, "disk")
     assert decide(settings(), FACTS) == decide(settings(), FACTS)
     assert not hasattr(plan_module, "os")
+
+
+# What snapshots are compared with
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
+    """Every engine that was asked about; no machine is looked at."""
+    seen: list[Candidate] = []
+
+    def note(_: Settings, candidate: Candidate, *rest: Any) -> Snapshots:
+        seen.append(candidate)
+        return Snapshots()
+
+    monkeypatch.setattr(start, "read_snapshots", note)
+    return seen
+
+
+def make_plan(monkeypatch: pytest.MonkeyPatch, found: Facts, **variables: str) -> None:
+    monkeypatch.setattr(start, "read_facts", lambda _: found)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WARMHOLD_{name}", value)
+    start.make_plan([])
+
+
+@pytest.mark.parametrize(
+    ("changes", "variables", "field"),
+    [
+        ({"cpu_quota": 2.0}, {}, "cpus"),
+        ({"cpu_affinity": 4}, {}, "cpus"),
+        ({"numa_nodes": 2}, {}, "cpus"),
+        ({"memory_limit_bytes": 16 * GIB}, {}, "memory"),
+        ({}, {"KV_CACHE_GIB": "1"}, "kv_cache_gib"),
+        ({}, {"ENGINE_UID": "0"}, "uid"),
+        ({"build_id": "b2"}, {}, "build"),
+        ({"vllm_version": "0.33.0"}, {}, "vllm"),
+    ],
+)
+def test_what_shapes_an_engine_is_told(
+    seen: list[Candidate],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    variables: dict[str, str],
+    field: str,
+) -> None:
+    make_plan(monkeypatch, FACTS)
+    make_plan(monkeypatch, facts(**changes), **variables)
+    before, after = (candidate.versions for candidate in seen)
+    assert {name for name in after if before.get(name) != after[name]} == {field}
+
+
+def test_what_is_installed_and_where_the_model_lies_is_told(
+    seen: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_plan(monkeypatch, facts(packages=("torch-2.9",)))
+    assert (seen[0].packages, seen[0].model_directory) == (("torch-2.9",), "/opt/warmhold/demo")
+    assert seen[0].argv[:3] == ("vllm", "serve", "/opt/warmhold/demo")
+    assert seen[0].environment["HF_HUB_OFFLINE"] == "1"

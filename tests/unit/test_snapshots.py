@@ -13,13 +13,12 @@ import pytest
 from stack import write_model
 from warmhold_entrypoint import snapshots
 from warmhold_entrypoint.resident import Vault
+from warmhold_entrypoint.revoked import collect_secrets, collect_served
 from warmhold_entrypoint.settings import Settings, read_settings
 from warmhold_entrypoint.snapshots import (
     GENERATIONS,
     Candidate,
     Snapshots,
-    collect_secrets,
-    collect_served,
     judge,
 )
 from warmhold_snapshot import check
