@@ -252,12 +252,12 @@ def test_a_stop_while_it_restores_ends_with_0(stack: Stack) -> None:
 
 
 def test_a_runner_that_is_killed_while_it_restores(stack: Stack) -> None:
+    runner = stack.runner
     kill_while_it_restores(stack)
-    runner = (stack.status() or {})["runner_pid"]
     os.kill(runner, signal.SIGKILL)
     tell(stack, "criu", "")  # and it brings back a whole tree that is nobody's
     status = stack.wait_ready(2)
-    assert status["runner_pid"] != runner
+    assert stack.runner != runner
     assert (status["mode"], len(stack.tree())) == ("snapshot", 3)
     assert stack.complete()["choices"]
 
