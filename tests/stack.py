@@ -70,11 +70,13 @@ class Stack:
             "FAKE_VLLM_TAG": str(self.port),
             **environment,
         }
+        self.wrapper: tuple[str, ...] = ()  # what becomes PID 1, to take something from it first
         self._process: subprocess.Popen[bytes] | None = None
 
     def boot(self, *arguments: str) -> "Stack":
         namespace = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
         command = [
+            *self.wrapper,
             sys.executable,
             "-m",
             "warmhold_entrypoint",

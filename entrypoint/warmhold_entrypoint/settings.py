@@ -179,6 +179,8 @@ FIELDS = {
 # The arguments may hold a key.
 _HIDDEN = ("engine_args",)
 SECRETS = ("api_key",)
+# What huggingface_hub takes its token from.
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -242,10 +244,7 @@ def read_settings(
         env=env,
         arguments=arguments,
         environ={name: value for name, value in environ.items() if not name.startswith(PREFIX)},
-        offline=any(
-            environ.get(name, "").lower() in {"1", "true", "yes", "on"}
-            for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-        ),
+        offline=is_offline(environ),
         api_keys=_api_keys(env, arguments, environ),
     )
     if any(not re.fullmatch(r"[!-~]+", key) for key in settings.api_keys):
@@ -257,6 +256,13 @@ def read_settings(
             )
         )
     return settings, faults + value_faults + argument_faults, notes
+
+
+def is_offline(environ: Mapping[str, str]) -> bool:
+    """Given an environment, tell whether huggingface_hub downloads nothing in it. Source: its
+    constants.py."""
+    text = environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
+    return text.upper() in {"1", "ON", "YES", "TRUE"}
 
 
 def _validate(values: Mapping[str, str]) -> tuple[Environment, list[Fault]]:

@@ -3,11 +3,11 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from warmhold_snapshot import pids
-from warmhold_snapshot.artifact import Store
+from warmhold_snapshot import artifact, pids
 from warmhold_snapshot.errors import SnapshotError
 
 from .conf import CONTROL_SOCKET, VAULT_SOCKET
@@ -134,11 +134,18 @@ def raise_pids(plan: Plan) -> None:
 
 
 def remove_revoked(settings: Settings, plan: Plan) -> None:
-    """Remove the artifacts that hold a secret which has changed since: a revoked key must not come
-    back to life."""
+    """Remove the artifacts that have been revoked, and what killed makers left, whatever it holds:
+    a revoked key must not come back to life, nor be found in an image."""
+    folder = settings.env.state_dir / FOLDER
     for name in plan.snapshots.revoked:
         try:
-            Store(settings.env.state_dir / FOLDER).remove(name)
-            _log.info("removed a snapshot that holds a changed secret", name=name)
+            artifact.remove(folder / name)
+            _log.info("removed a snapshot that has been revoked", name=name)
         except (OSError, SnapshotError) as error:
-            _log.error("a snapshot with a changed secret stays", name=name, detail=str(error))
+            _log.error("a snapshot that has been revoked stays", name=name, detail=str(error))
+    if plan.snapshots.revoked:
+        with suppress(OSError, SnapshotError):  # without the key nobody knows which are needed
+            artifact.Store(folder).sweep_weights()
+    with suppress(OSError):  # there is no such folder yet
+        for left in artifact.sweep(folder):
+            _log.warning("removed what a killed maker left", folder=left)

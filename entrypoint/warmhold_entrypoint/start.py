@@ -22,7 +22,7 @@ from .files import read_json, write_atomically
 from .log import Log
 from .plan import Plan, build_key, decide
 from .settings import Settings, read_settings
-from .snapshots import FOLDER, Snapshots, read_snapshots
+from .snapshots import FOLDER, Candidate, Snapshots, read_snapshots
 
 PLAN_FILE = "plan.json"
 COMMAND_FILE = "command.json"
@@ -56,19 +56,23 @@ def plan_restore(command: Sequence[str], name: str) -> tuple[str, Rejection | Fa
 
 def _look(settings: Settings, facts: Facts, wanted: str) -> Snapshots:
     """What snapshots there are of the engine that would be started."""
-    return read_snapshots(
-        settings,
-        build_engine_argv(settings, facts, None),
-        {**settings.environ, **build_engine_environment(settings, facts)},
-        {
+    nodes = facts.numa_nodes
+    candidate = Candidate(
+        argv=build_engine_argv(settings, facts, None),
+        environment={**settings.environ, **build_engine_environment(settings, facts)},
+        versions={
             **facts.versions,
+            # What the sizes of pools of threads and of the KV cache come from.
+            "cpus": f"{facts.cpus} of {facts.cpu_affinity} in {nodes} NUMA node(s)",
             "memory": str(facts.memory_limit_bytes),
+            "kv_cache_gib": str(settings.env.kv_cache_gib),
             "uid": str(settings.env.engine_uid),
         },
-        build_key(settings, facts),
-        facts.vault,
-        wanted,
+        packages=facts.packages,
+        key=build_key(settings, facts),
+        model_directory=facts.model.directory,
     )
+    return read_snapshots(settings, candidate, facts.vault, wanted)
 
 
 def make_sound_plan(

@@ -84,11 +84,7 @@ class Store:
 
     def names(self) -> list[str]:
         """Return the names of all artifacts; what is half made has none."""
-        return sorted(
-            entry.name
-            for entry in self.folder.iterdir()
-            if _NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
-        )
+        return list_names(self.folder)
 
     def read(self, name: str) -> Manifest:
         """Given a name, return the manifest; raise SnapshotError `snapshot.absent` or
@@ -219,10 +215,7 @@ class Store:
         folder = self.path(name)
         if not folder.is_dir():
             raise SnapshotError("snapshot.absent", f"no snapshot {name}", "see `snapshot list`")
-        with locked(folder, ALONE, _IN_USE):
-            away = self.folder / f"{_DRAFT}{name}-{secrets.token_hex(4)}"
-            folder.rename(away)
-            shutil.rmtree(away)
+        remove(folder)
         self.sweep_weights()
 
     def prune(self, keep: int) -> list[str]:
@@ -252,16 +245,7 @@ class Store:
 
     def sweep(self) -> list[str]:
         """Remove what killed makers left; return the names of it."""
-        removed = []
-        for entry in self.folder.iterdir():
-            if entry.name.startswith(_DRAFT) and entry.is_dir() and not entry.is_symlink():
-                try:
-                    with locked(entry, ALONE, _IN_USE):
-                        shutil.rmtree(entry, ignore_errors=True)
-                except SnapshotError:  # being made right now
-                    continue
-                removed.append(entry.name)
-        return removed
+        return sweep(self.folder)
 
     def _listed(self, name: str) -> Listed:
         try:
@@ -282,6 +266,37 @@ class Store:
                 kept |= self.read(name).weights.keys()
         with suppress(OSError):
             self.flat.sweep(kept)
+
+
+def list_names(folder: Path) -> list[str]:
+    """Given the folder of all artifacts, return their names; that needs no key."""
+    return sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if _NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
+    )
+
+
+def remove(folder: Path) -> None:
+    """Given an artifact's own folder, remove it as `Store.remove` does; that needs no key."""
+    with locked(folder, ALONE, _IN_USE):
+        away = folder.with_name(f"{_DRAFT}{folder.name}-{secrets.token_hex(4)}")
+        folder.rename(away)
+        shutil.rmtree(away)
+
+
+def sweep(folder: Path) -> list[str]:
+    """Given the folder of all artifacts, remove what killed makers left; return the names of it."""
+    removed = []
+    for entry in folder.iterdir():
+        if entry.name.startswith(_DRAFT) and entry.is_dir() and not entry.is_symlink():
+            try:
+                with locked(entry, ALONE, _IN_USE):
+                    shutil.rmtree(entry, ignore_errors=True)
+            except SnapshotError:  # being made right now
+                continue
+            removed.append(entry.name)
+    return removed
 
 
 def describe_files(folder: Path, progress: Progress | None = None) -> tuple[ImageFile, ...]:

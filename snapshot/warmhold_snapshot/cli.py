@@ -20,16 +20,20 @@ from .errors import SnapshotError
 from .manifest import Manifest
 from .mark import read_mark
 
-FOLDER = Path("/var/lib/warmhold/snapshots")
 _FAILED, _USAGE, _RIGHTS = 1, 2, 77
+
+
+def _find_folder() -> Path:
+    """Where this container's artifacts lie: asked for by a command line alone, never by a leaf."""
+    return Path(os.environ.get("WARMHOLD_STATE_DIR") or "/var/lib/warmhold") / "snapshots"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--folder",
     type=click.Path(path_type=Path),
-    default=FOLDER,
-    show_default=True,
+    default=_find_folder,
+    show_default="snapshots in WARMHOLD_STATE_DIR",
     help="Where snapshots lie.",
 )
 @click.pass_context

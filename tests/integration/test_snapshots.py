@@ -355,6 +355,98 @@ def test_a_changed_key_ends_the_snapshot(make_stack: MakeStack) -> None:
     eventually(lambda: artifacts(stack) == [], "the artifact's end")
 
 
+@pytest.mark.parametrize("mode", ["manual", "off"])
+@pytest.mark.parametrize("damage", ["manifest", "key"])
+def test_a_changed_key_ends_what_cannot_be_read_too(
+    make_stack: MakeStack, mode: str, damage: str
+) -> None:
+    stack = make_stack(WARMHOLD_API_KEY="sk-old").serve()
+    assert create(stack).returncode == 0
+    assert stack.stop() == 0
+    folder = stack.folder / "state" / "snapshots"
+    if damage == "manifest":
+        (folder / "one" / "manifest.json").write_text("{")
+    else:
+        (folder / ".key").unlink()
+    (folder / ".tmp-two-0123" / "images").mkdir(parents=True)
+    (folder / ".tmp-two-0123" / "images" / "pages-1.img").write_text("sk-old")
+    stack.environment |= {"WARMHOLD_API_KEY": "sk-new", "WARMHOLD_SNAPSHOT": mode}
+    stack.boot()
+    stack.wait_ready(2)
+    assert snapshot_reason(stack) == ("snapshot.off" if mode == "off" else "snapshot.damaged")
+    eventually(lambda: artifacts(stack) == [], "the artifacts' end")
+    assert "removed what a killed maker left" in stack.text()
+
+
+def test_a_snapshot_that_nobody_can_read_and_that_holds_no_secret_stays(stack: Stack) -> None:
+    assert create(stack).returncode == 0
+    manifest = stack.folder / "state" / "snapshots" / "one" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-5])
+    kill_front(stack)
+    stack.wait_ready(2)
+    assert (snapshot_reason(stack), artifacts(stack)) == ("snapshot.damaged", ["one"])
+
+
+def test_a_changed_name_ends_the_snapshot(stack: Stack) -> None:
+    assert create(stack).returncode == 0
+    assert stack.stop() == 0
+    model = stack.folder / "model"
+    (model.with_name("other")).symlink_to(model)
+    stack.environment["WARMHOLD_MODEL"] = str(model.with_name("other"))
+    stack.boot()
+    stack.wait_ready(2)
+    assert snapshot_reason(stack) == "snapshot.identity-mismatch"
+    eventually(lambda: artifacts(stack) == [], "the artifact's end")
+
+
+def test_a_changed_file_of_the_model_rejects_the_snapshot(stack: Stack) -> None:
+    (stack.folder / "model" / "tokenizer_config.json").write_text('{"chat_template": "a"}')
+    kill_front(stack)
+    stack.wait_ready(2)
+    assert create(stack).returncode == 0
+    (stack.folder / "model" / "tokenizer_config.json").write_text('{"chat_template": "b"}')
+    kill_front(stack)
+    status = stack.wait_ready(3)
+    (reason,) = [item for item in status["rejections"] if item["mode"] == "snapshot"]
+    assert reason["code"] == "snapshot.identity-mismatch"
+    assert "files.model: -tokenizer_config.json:" in reason["detail"]
+    assert artifacts(stack) == ["one"], "it holds nothing that was revoked"
+    (stack.folder / "model" / "tokenizer_config.json").write_text('{"chat_template": "a"}')
+    kill_front(stack)
+    assert stack.wait_ready(4)["mode"] == "snapshot", "and it fits again"
+
+
+def test_an_engine_that_can_never_be_snapshotted(make_stack: MakeStack) -> None:
+    stack = make_stack().serve("--api-server-count", "2")
+    assert snapshot_reason(stack) == "snapshot.unsupported"
+    made = create(stack)
+    assert made.returncode == 73 and "error: snapshot.unsupported: 2 API servers" in made.stderr
+    assert stack.run("snapshot-restore").returncode == 74
+
+
+def test_a_missing_right_ends_with_77(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    stack.wrapper = ("setpriv", "--bounding-set=-sys_time")
+    stack.serve()
+    assert snapshot_reason(stack) == "snapshot.rights"
+    for made in (create(stack), stack.run("snapshot-restore")):
+        assert made.returncode == 77
+        assert "error: snapshot.rights: CAP_SYS_TIME" in made.stderr
+
+
+def test_the_hubs_token_is_in_no_snapshot(make_stack: MakeStack) -> None:
+    stack = make_stack(HF_TOKEN="hf_secret1", HF_HUB_OFFLINE="true")
+    stack.serve("--hf-token", "hf_secret2")
+    assert create(stack).returncode == 0
+    assert "hf_secret" not in stack.text()
+    for path in (stack.folder / "state").rglob("*"):
+        if path.is_file():
+            assert b"hf_secret" not in path.read_bytes(), path
+    for pid in stack.tree():
+        assert b"hf_secret" not in Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"hf_secret" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def test_off_means_neither(make_stack: MakeStack) -> None:
     stack = make_stack(WARMHOLD_SNAPSHOT="off").serve()
     made = create(stack)

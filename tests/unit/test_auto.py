@@ -59,7 +59,7 @@ def test_what_a_new_one_is_the_answer_to(auto: AutoSnapshots, code: str) -> None
     "changes",
     [
         {"code": "snapshot.weights-absent"},
-        {"code": "snapshot.rights-missing", "identity": {}},
+        {"code": "snapshot.rights", "identity": {}},
         {"code": "", "name": "one"},
         {"identity": {}},
     ],

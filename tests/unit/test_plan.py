@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from warmhold_entrypoint import plan as plan_module
+from warmhold_entrypoint import start
 from warmhold_entrypoint.budget import GIB, MIB, choose_kv_bytes, choose_threads
 from warmhold_entrypoint.command import (
     build_engine_environment,
@@ -19,7 +20,7 @@ from warmhold_entrypoint.model import Model
 from warmhold_entrypoint.plan import Plan, decide
 from warmhold_entrypoint.resident import Vault
 from warmhold_entrypoint.settings import Settings, read_settings
-from warmhold_entrypoint.snapshots import Snapshots
+from warmhold_entrypoint.snapshots import Candidate, Snapshots
 from warmhold_wcache.content import Content, FileVersion
 
 FACTS = Facts(
@@ -39,6 +40,7 @@ FACTS = Facts(
     content=Content("c0", (FileVersion("/opt/warmhold/demo/model.safetensors", 9, 1, 1, 1),)),
     vault=Vault(),
     plugins=("lora", "warmhold"),
+    packages=("vllm-0.32.0",),
     cache_dir="/state/cache/b1-0.32.0-cpu-12345678",
     faults=(),
 )
@@ -142,13 +144,53 @@ def test_a_snapshot_that_fits_comes_first(mode: str, warm: bool, attempts: list[
     assert codes(plan) == []
 
 
-@pytest.mark.parametrize(("added", "kept"), [({"HF_HUB_OFFLINE": "1"}, False), ({}, True)])
-def test_the_hubs_token_is_only_for_downloads(added: dict[str, str], kept: bool) -> None:
-    environ = {"HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2", "PATH": "/bin"}
+@pytest.mark.parametrize(
+    ("user", "added", "kept"),
+    [
+        ({}, {"HF_HUB_OFFLINE": "1"}, False),
+        ({}, {}, True),
+        ({"HF_HUB_OFFLINE": "true"}, {}, False),
+        ({"HF_HUB_OFFLINE": "On"}, {}, False),
+        ({"TRANSFORMERS_OFFLINE": "yes"}, {}, False),
+        ({"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "1"}, {}, True),
+    ],
+)
+def test_the_hubs_token_is_only_for_downloads(
+    user: dict[str, str], added: dict[str, str], kept: bool
+) -> None:
+    environ = {"HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2", "PATH": "/bin", **user}
     wanted, _, _ = read_settings(environ, ())
     found = inherit_environment(wanted, added)
     assert ({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(found)) is kept
     assert ("HF_TOKEN" in found) is kept and found["PATH"] == "/bin"
+
+
+@pytest.mark.parametrize("own", [["--hf-token", "hf_1"], ["--hf_token=hf_1"], ["--hf-token"]])
+def test_the_hubs_token_is_in_no_argv_of_an_engine_that_downloads_nothing(own: list[str]) -> None:
+    plan = decide(settings(*own, "--seed", "1"), FACTS)
+    assert "hf_1" not in repr(plan)
+    assert options(plan)["--seed"] == "1"
+    assert not any(item.startswith(("--hf-token", "--hf_token")) for item in plan.attempts[0].argv)
+    online, _, _ = read_settings({"HF_HUB_OFFLINE": "0"}, own)
+    asked = decide(online, FACTS)
+    assert tuple(own) == asked.attempts[0].argv[3 : 3 + len(own)]
+    assert "hf_1" not in asked.to_json()
+
+
+def test_a_download_has_the_token_of_the_arguments() -> None:
+    missing = facts(model=Model("o/n", None, 0))
+    wanted = settings("--hf-token", "hf_1", MODEL="o/n")
+    added = decide(wanted, missing).environment
+    assert inherit_environment(wanted, added)["HF_TOKEN"] == "hf_1"
+    fetched = decide(wanted, facts(model=Model("o/n", "/models/x", 0))).environment
+    assert "HF_TOKEN" not in inherit_environment(wanted, fetched)
+
+
+@pytest.mark.parametrize(("value", "offline"), [("", "1"), ("0", "0"), ("true", "true")])
+def test_an_empty_variable_does_not_send_an_engine_online(value: str, offline: str) -> None:
+    wanted, _, _ = read_settings({"HF_HUB_OFFLINE": value}, ())
+    environment = inherit_environment(wanted, build_engine_environment(wanted, FACTS))
+    assert environment["HF_HUB_OFFLINE"] == offline
 
 
 def test_why_no_snapshot_is_told_as_it_was_found() -> None:
@@ -555,3 +597,61 @@ def test_decide_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(variable, "disk")
     assert decide(settings(), FACTS) == decide(settings(), FACTS)
     assert not hasattr(plan_module, "os")
+
+
+# What snapshots are compared with
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
+    """Every engine that was asked about; no machine is looked at."""
+    seen: list[Candidate] = []
+
+    def note(_: Settings, candidate: Candidate, *rest: Any) -> Snapshots:
+        seen.append(candidate)
+        return Snapshots()
+
+    monkeypatch.setattr(start, "read_snapshots", note)
+    return seen
+
+
+def make_plan(monkeypatch: pytest.MonkeyPatch, found: Facts, **variables: str) -> None:
+    monkeypatch.setattr(start, "read_facts", lambda _: found)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WARMHOLD_{name}", value)
+    start.make_plan([])
+
+
+@pytest.mark.parametrize(
+    ("changes", "variables", "field"),
+    [
+        ({"cpu_quota": 2.0}, {}, "cpus"),
+        ({"cpu_affinity": 4}, {}, "cpus"),
+        ({"numa_nodes": 2}, {}, "cpus"),
+        ({"memory_limit_bytes": 16 * GIB}, {}, "memory"),
+        ({}, {"KV_CACHE_GIB": "1"}, "kv_cache_gib"),
+        ({}, {"ENGINE_UID": "0"}, "uid"),
+        ({"build_id": "b2"}, {}, "build"),
+        ({"vllm_version": "0.33.0"}, {}, "vllm"),
+    ],
+)
+def test_what_shapes_an_engine_is_told(
+    seen: list[Candidate],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    variables: dict[str, str],
+    field: str,
+) -> None:
+    make_plan(monkeypatch, FACTS)
+    make_plan(monkeypatch, facts(**changes), **variables)
+    before, after = (candidate.versions for candidate in seen)
+    assert {name for name in after if before.get(name) != after[name]} == {field}
+
+
+def test_what_is_installed_and_where_the_model_lies_is_told(
+    seen: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_plan(monkeypatch, facts(packages=("torch-2.9",)))
+    assert (seen[0].packages, seen[0].model_directory) == (("torch-2.9",), "/opt/warmhold/demo")
+    assert seen[0].argv[:3] == ("vllm", "serve", "/opt/warmhold/demo")
+    assert seen[0].environment["HF_HUB_OFFLINE"] == "1"

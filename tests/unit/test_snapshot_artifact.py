@@ -410,6 +410,19 @@ def run(store: Store, *arguments: str) -> Any:
     return CliRunner().invoke(cli.cli, ["--folder", str(store.folder), *arguments])
 
 
+def test_the_commands_look_where_the_state_is(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(store)
+    monkeypatch.setenv("WARMHOLD_STATE_DIR", str(store.folder.parent))
+    assert "one" in CliRunner().invoke(cli.cli, ["list"]).output
+    assert "kernel=k" in CliRunner().invoke(cli.cli, ["inspect", "one"]).output
+    assert "removed one" in CliRunner().invoke(cli.cli, ["prune", "--keep", "0"]).output
+    assert store.names() == []
+    elsewhere = str(store.folder / "empty")
+    assert "one" not in CliRunner().invoke(cli.cli, ["--folder", elsewhere, "list"]).output
+
+
 def test_the_commands(store: Store) -> None:
     make(store)
     assert "one   usable" in run(store, "list").output
