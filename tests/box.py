@@ -244,7 +244,7 @@ class RealStack(Server):
         """A new container with this one's image, rights, environment and volumes; this one has to
         be stopped, or two engines would share them."""
         config, host = self.container.attrs["Config"], self.container.attrs["HostConfig"]
-        before = dict(item.split("=", 1) for item in config["Env"])
+        before = dict(item.split("=", 1) for item in config["Env"] if "=" in item)
         given = {
             "cap_add": host["CapAdd"],
             "security_opt": host["SecurityOpt"],
@@ -253,7 +253,9 @@ class RealStack(Server):
             "volumes": {
                 mount["Name"]: {"bind": mount["Destination"], "mode": "rw"}
                 for mount in self.container.attrs["Mounts"]
+                if mount["Type"] == "volume"
             },
+            "tmpfs": host["Tmpfs"],
             "environment": {**before, **environment},
         }
         container = self._engine.containers.run(

@@ -66,6 +66,7 @@ class Stack:
             "WARMHOLD_CANARY_INTERVAL_S": "1",
             "WARMHOLD_CANARY_TIMEOUT_S": "2",
             "WARMHOLD_DRAIN_S": "5",
+            "WARMHOLD_SNAPSHOT": "manual",
             "FAKE_VLLM_EXIT_FILE": str(self.engine_exit),
             "FAKE_VLLM_TAG": str(self.port),
             **environment,

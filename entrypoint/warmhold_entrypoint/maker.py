@@ -50,7 +50,7 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
         )
     if request["prune"]:
         try:
-            for name in store.prune(keep=1):
+            for name in store.prune(keep=1, prefix=request["prune"]):
                 _log.info("removed an older snapshot", name=name)
         except (OSError, SnapshotError) as error:
             _log.warning("older snapshots stay", detail=str(error))

@@ -5,9 +5,6 @@ The runner's loop goes on meanwhile; everything here is bounded by time limits o
 """
 
 import os
-import select
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from warmhold_snapshot import pids
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.mark import clear_mark, write_mark
@@ -22,6 +20,7 @@ from warmhold_snapshot.restore import Restored, restore
 from warmhold_wcache.control_client import ControlError
 
 from . import tree
+from .adopted import AdoptedChild
 from .conf import CONTROL_SOCKET, VAULT_SOCKET
 from .engine_process import EngineProcess
 from .errors import Rejection
@@ -43,47 +42,11 @@ CIRCUMSTANTIAL = (
 _UNMARKED = (*CIRCUMSTANTIAL, "snapshot.weights-damaged")
 # A stop waits so long for a restore, which is then ended.
 _STOP_S = 5.0
+_NEAR = 200
 _VAULT_S = 5.0
 _VAULT_POLL_S = 0.05
 
 _log = Log("snapshot")
-
-
-class AdoptedChild:
-    """A restored tree's first process: a child of this one that it has not started."""
-
-    def __init__(self, pid: int, pidfd: int) -> None:
-        self.pid = pid
-        self._pidfd = pidfd
-        self._status: int | None = None
-
-    def poll(self) -> int | None:
-        """Return the status (a signal n as -n), or None while it lives."""
-        if self._status is None:
-            try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has reaped it
-                pid, status = self.pid, signal.SIGKILL
-            if pid == self.pid:
-                self._status = os.waitstatus_to_exitcode(status)
-                os.close(self._pidfd)
-        return self._status
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the status once it has ended; raise subprocess.TimeoutExpired."""
-        if self._status is None:
-            # A pidfd becomes readable when its process has ended, reaped or not.
-            select.select([self._pidfd], [], [], timeout)
-        status = self.poll()
-        if status is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-        return status
-
-    def send_signal(self, sig: int) -> None:
-        """Signal it if it lives."""
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, sig)
 
 
 @dataclass(frozen=True)
@@ -189,6 +152,7 @@ class Restoration:
                 self._published.append(generation_id)
                 _log.info("weights read from a flat file", id=generation_id, bytes=count)
             self._close("flat", "image")
+        _pass_by(store.read(wish.name).ids())
         restored = restore(
             store, wish.name, self._writer, checksums=wish.checksums, progress=self._go_on
         )
@@ -249,6 +213,13 @@ def reject(wish: Wish, error: SnapshotError) -> Rejection:
         path = Store(wish.folder).path(wish.name)
         write_mark(path, error, read_circumstances(read_vault(wish.vault)))
     return rejection
+
+
+def _pass_by(ids: set[int]) -> None:
+    """See to it that nothing that is started now gets one of these numbers."""
+    if min(ids) - _NEAR < pids.read_cursor() < max(ids):
+        with suppress(SnapshotError, RuntimeError):
+            pids.raise_cursor(max(ids))
 
 
 def _find_absent(wanted: set[str], wish: Wish) -> list[str]:

@@ -110,9 +110,9 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "manual", "off"],
         _about(
             "`manual`: `snapshot create` makes one, later starts restore it; `auto` also makes one"
-            " where none fits, and keeps only that; `off`: neither."
+            " by itself where none fits, in place of its last; `off`: neither."
         ),
-    ] = "manual"
+    ] = "auto"
     snapshot_idle_s: Annotated[
         Seconds, _about("`auto` waits until no request has come for so long, in seconds.")
     ] = 30

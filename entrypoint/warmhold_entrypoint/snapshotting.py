@@ -22,6 +22,7 @@ from .snapshots import FOLDER
 
 # A new container's own processes stay below, so that these numbers are free there.
 _PIDS_ABOVE = 1000
+_AUTO_PREFIX = "auto-"
 _DRAIN_S, _AUTO_DRAIN_S = 30.0, 1.0
 # More than all limits of a maker's own steps until the engine serves again.
 _LIMIT_S = 480.0
@@ -35,8 +36,11 @@ class Snapshotting:
     def __init__(
         self, order: Order | None, settings: Settings, plan: Plan, pid: int, loop: Loop
     ) -> None:
-        """Given an order, or None where nobody asked: all other artifacts are then removed."""
-        self.name = (order.name if order else "") or f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        """Given an order, or None where nobody asked: earlier ones of that kind are then removed;
+        those that somebody made stay."""
+        self.name = (order.name if order else _AUTO_PREFIX) or "snapshot-"
+        if self.name.endswith("-"):
+            self.name += f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
         self.over = False
         self._interrupted = False
         self._order = order
@@ -53,7 +57,7 @@ class Snapshotting:
             "drain_s": _DRAIN_S if order else _AUTO_DRAIN_S,
             "identity": dict(plan.snapshots.identity),
             "other_uid": bool(settings.env.engine_uid),
-            "prune": order is None,
+            "prune": "" if order else _AUTO_PREFIX,
         }
         self._making = Making(request, loop)
         self._until = time.monotonic() + _LIMIT_S

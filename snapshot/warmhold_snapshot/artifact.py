@@ -218,14 +218,14 @@ class Store:
         remove(folder)
         self.sweep_weights()
 
-    def prune(self, keep: int) -> list[str]:
-        """Keep the newest `keep` artifacts that are usable, remove the rest; return the names of
-        the removed. One in use is left."""
+    def prune(self, keep: int, prefix: str = "") -> list[str]:
+        """Keep the newest `keep` artifacts that are usable, remove the rest of those whose names
+        begin with the prefix; return the names of the removed. One in use is left."""
         rows = self.rows()
         kept = [row.name for row in rows if row.state == "usable"][:keep]
         removed = []
         for row in rows:
-            if row.name not in kept:
+            if row.name not in kept and row.name.startswith(prefix):
                 try:
                     self.remove(row.name)
                 except SnapshotError as error:

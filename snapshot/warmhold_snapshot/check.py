@@ -32,6 +32,7 @@ _WHY = {
 _ALWAYS = ("SYS_ADMIN", "SYS_PTRACE", "NET_ADMIN", "SYS_TIME")
 _OLDEST_CRIU = (4, 1)
 _RESERVED_PIDS = 4096
+_DISK = "disk"
 _SPARE_BYTES = 256 << 20  # of the volume, which holds compile caches too
 
 
@@ -93,7 +94,7 @@ def conclude(
     enough = found.free_bytes >= needed_bytes
     sizes = f"{_mib(found.free_bytes)} MiB free in {found.folder}, {_mib(needed_bytes)} needed"
     remedy = "run `snapshot prune --keep 1`, or give the volume `state` more room"
-    points.append(Point("disk", enough, sizes, "" if enough else remedy))
+    points.append(Point(_DISK, enough, sizes, "" if enough else remedy))
     enough = found.pid_max >= above_pid + _RESERVED_PIDS
     sizes = f"PIDs end at {found.pid_max}, the engine's start above {above_pid}"
     remedy = f"on the host: sysctl kernel.pid_max={above_pid + _RESERVED_PIDS} (or more)"
@@ -113,12 +114,15 @@ def find_missing_rights(other_uid: bool = False, proc: Path = pids.PROC) -> list
 
 
 def require(points: Sequence[Point]) -> None:
-    """Raise SnapshotError `snapshot.rights` with every point that is missing."""
+    """Raise SnapshotError `snapshot.rights` with every point that is missing, or `snapshot.disk`
+    where that is all."""
     if missing := [point for point in points if not point.ok]:
         detail = "; ".join(f"{point.name}: {point.detail}" for point in missing)
         remedy = "; ".join(dict.fromkeys(point.remedy for point in missing))
         lines = [f"{point.name}: {point.detail}" for point in missing]
-        raise SnapshotError("snapshot.rights", detail, remedy, lines)
+        only_disk = [point.name for point in missing] == [_DISK]
+        code = "snapshot.disk" if only_disk else "snapshot.rights"
+        raise SnapshotError(code, detail, remedy, lines)
 
 
 def estimate_bytes(root_pid: int, proc: Path = pids.PROC) -> int:

@@ -59,6 +59,7 @@ def compose_stack(
         "COMPOSE_PROJECT_NAME": name,
         "WARMHOLD_PORT": str(port),
         "WARMHOLD_KV_CACHE_GIB": "1",
+        "WARMHOLD_SNAPSHOT": "manual",  # none that comes while a test looks at something else
         **environment,
     }
     # A file, because variables of this process would reach every other stack too.

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from vault_process import SIZE, close_all, make_generation, running_vault
+from warmhold_entrypoint.adopted import AdoptedChild
 from warmhold_entrypoint.loop import Loop
 from warmhold_entrypoint.resident import Vault
-from warmhold_entrypoint.restored import CIRCUMSTANTIAL, AdoptedChild, Restoration, Wish, reject
+from warmhold_entrypoint.restored import CIRCUMSTANTIAL, Restoration, Wish, reject
 from warmhold_entrypoint.snapshots import GENERATIONS, read_circumstances
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError

@@ -299,6 +299,8 @@ def test_prune_keeps_the_newest_usable(store: Store) -> None:
     with store.using("day-1"):
         assert sorted(store.prune(1)) == ["day-2", "day-4", "day-5"]
     assert store.names() == ["day-1", "day-3"]
+    assert store.prune(0, prefix="day-3") == ["day-3"]
+    make(store, "day-3", "2026-01-03T00:00:00Z")
     assert store.prune(0) == ["day-3", "day-1"]
 
 
