@@ -8,7 +8,9 @@ import ssl
 import subprocess
 import tarfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from testcontainers.compose import DockerCompose
 from docker import DockerClient
 
 PATIENCE_S = 600.0
+EAGER = ["--enforce-eager", "--max-model-len", "512"]
 # Starts of the real engine by stack, once the stack has been taken down.
 REAL_STARTS: dict[str, int] = {}
 
@@ -140,18 +143,10 @@ class Box:
         ]
 
 
-class RealStack(Box):
-    """A compose stack with the real engine."""
+class Server(Box):
+    """A container whose engine answers on a port of this machine."""
 
-    def __init__(self, compose: DockerCompose, engine: DockerClient, port: int) -> None:
-        self._compose = compose
-        self._engine = engine
-        self.port = port
-
-    @property
-    def container(self) -> Container:  # type: ignore[override]
-        identity = self._compose.get_container("warmhold", include_all=True).ID
-        return self._engine.containers.get(str(identity))
+    port: int
 
     def ask(
         self, path: str, body: dict[str, Any] | None = None, key: str = "", tls: bool = False
@@ -206,6 +201,70 @@ class RealStack(Box):
             answer = self.ask(f"{path}/v1/completions", question, **options)
             found.append(answer["choices"][0]["logprobs"])
         return found
+
+    def complete_many(self, count: int, at_once: int) -> list[list[str]]:
+        """The tokens of many short answers, asked so many at a time, in the order of prompts."""
+        body = {"model": "demo", "max_tokens": 4, "temperature": 0, "logprobs": 0}
+
+        def ask(number: int) -> list[str]:
+            prompt = f"{number}. {PROMPTS[number % len(PROMPTS)]}"
+            answer = self.ask("/v1/completions", {**body, "prompt": prompt, "ignore_eos": True})
+            return list(answer["choices"][0]["logprobs"]["tokens"])
+
+        with ThreadPoolExecutor(at_once) as clients:
+            return list(clients.map(ask, range(count)))
+
+
+class Copy(Server):
+    """A further container like another one."""
+
+    def __init__(self, container: Container) -> None:
+        super().__init__(container)
+        container.reload()
+        self.port = int(container.ports["8000/tcp"][0]["HostPort"])
+
+
+class RealStack(Server):
+    """A compose stack with the real engine."""
+
+    def __init__(self, compose: DockerCompose, engine: DockerClient, port: int) -> None:
+        self._compose = compose
+        self._engine = engine
+        self.port = port
+
+    @property
+    def container(self) -> Container:  # type: ignore[override]
+        identity = self._compose.get_container("warmhold", include_all=True).ID
+        return self._engine.containers.get(str(identity))
+
+    @contextmanager
+    def copied(
+        self, command: Sequence[str], environment: Mapping[str, str], **options: Any
+    ) -> Iterator[Copy]:
+        """A new container with this one's image, rights, environment and volumes; this one has to
+        be stopped, or two engines would share them."""
+        config, host = self.container.attrs["Config"], self.container.attrs["HostConfig"]
+        before = dict(item.split("=", 1) for item in config["Env"] if "=" in item)
+        given = {
+            "cap_add": host["CapAdd"],
+            "security_opt": host["SecurityOpt"],
+            "shm_size": host["ShmSize"],
+            "ports": {"8000/tcp": ("127.0.0.1", None)},
+            "volumes": {
+                mount["Name"]: {"bind": mount["Destination"], "mode": "rw"}
+                for mount in self.container.attrs["Mounts"]
+                if mount["Type"] == "volume"
+            },
+            "tmpfs": host["Tmpfs"],
+            "environment": {**before, **environment},
+        }
+        container = self._engine.containers.run(
+            config["Image"], list(command), detach=True, **{**given, **options}
+        )
+        try:
+            yield Copy(container)
+        finally:
+            container.remove(force=True)
 
     @staticmethod
     def write_guarded_override(folder: Path) -> Path:

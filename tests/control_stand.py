@@ -43,6 +43,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.obstacle = ""
         self.dead = False
+        self.is_shut_out = False
         self.token = Token(7, " x", -0.5)
         self.held = asyncio.Event()
         self.release = asyncio.Event()
@@ -78,6 +79,12 @@ class FakeEngine:
     async def abort(self, request_id: str) -> None:
         assert request_id == self.request_id
         await self._act("abort")
+
+    def shut_out(self) -> None:
+        self.is_shut_out = True
+
+    async def let_in(self) -> None:
+        self.is_shut_out = False
 
     async def pause(self) -> None:
         await self._act("pause")

@@ -66,15 +66,18 @@ class Stack:
             "WARMHOLD_CANARY_INTERVAL_S": "1",
             "WARMHOLD_CANARY_TIMEOUT_S": "2",
             "WARMHOLD_DRAIN_S": "5",
+            "WARMHOLD_SNAPSHOT": "manual",
             "FAKE_VLLM_EXIT_FILE": str(self.engine_exit),
             "FAKE_VLLM_TAG": str(self.port),
             **environment,
         }
+        self.wrapper: tuple[str, ...] = ()  # what becomes PID 1, to take something from it first
         self._process: subprocess.Popen[bytes] | None = None
 
     def boot(self, *arguments: str) -> "Stack":
         namespace = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
         command = [
+            *self.wrapper,
             sys.executable,
             "-m",
             "warmhold_entrypoint",

@@ -18,7 +18,24 @@ _SHORT = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
+    "-dpb": "--data-parallel-backend",
+    "-dpe": "--data-parallel-external-lb",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpl": "--data-parallel-size-local",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-n": "--nnodes",
+    "-asc": "--api-server-count",
+    "-cc": "--compilation-config",
+    "-sc": "--speculative-config",
 }
+# Each of them shares the work with engines that are elsewhere.
+_ELSEWHERE = (
+    *("--headless", "--data-parallel-rank", "--data-parallel-start-rank"),
+    *("--data-parallel-external-lb", "--data-parallel-hybrid-lb"),
+    "--data-parallel-multi-port-external-lb",
+)
 # Jinja templates may start with a brace; they are no JSON.
 _NOT_JSON = {"--chat-template", "--api-key", "--hf-token"}
 
@@ -39,14 +56,14 @@ class EngineArguments:
     def values(self, option: str) -> tuple[str, ...]:
         """Given a long option, return all values of its last occurrence."""
         found: tuple[str, ...] = ()
-        for name, values in self._all_options():
+        for name, values in self.options():
             if name == option:
                 found = values
         return found
 
     def has(self, option: str) -> bool:
         """Given a long option or flag, tell whether it occurs."""
-        return any(name == option for name, _ in self._all_options())
+        return any(name == option for name, _ in self.options())
 
     def without(self, option: str) -> "EngineArguments":
         """Given a long option, return the arguments without it and its values."""
@@ -76,20 +93,42 @@ class EngineArguments:
     @property
     def worker_count(self) -> int:
         """How many worker processes share this machine's CPUs."""
-        count = 1
-        for option in (
-            "--tensor-parallel-size",
-            "--pipeline-parallel-size",
-            "--data-parallel-size",
-        ):
-            text = self.value(option) or "1"
-            count *= max(1, int(text)) if text.isascii() and text.isdigit() else 1
-        return count
+        return (
+            self._count("--tensor-parallel-size")
+            * self._count("--pipeline-parallel-size")
+            * self._count("--data-parallel-size")
+        )
 
-    def _all_options(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+    @property
+    def api_server_count(self) -> int:
+        """How many API servers one node has: by default one for each data-parallel rank."""
+        return self._count("--api-server-count", self._count("--data-parallel-size"))
+
+    @property
+    def elsewhere(self) -> str:
+        """The first option that lets a part of the engine run outside this container's tree of
+        processes: on another node, or under Ray; "" where there is none."""
+        for option in _ELSEWHERE:
+            if self.has(option):
+                return option
+        for option in ("--distributed-executor-backend", "--data-parallel-backend"):
+            if self.value(option) == "ray":
+                return f"{option} ray"
+        ranks = self._count("--data-parallel-size")
+        if self._count("--data-parallel-size-local", ranks) < ranks:
+            return "--data-parallel-size-local"
+        return "--nnodes" if self._count("--nnodes") > 1 else ""
+
+    def options(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield each option with its values: those of --config, then those of the command."""
         for argv in (self.config, self.argv):
             for name, values, _ in _options(argv):
                 yield name, values
+
+    def _count(self, option: str, default: int = 1) -> int:
+        """An option's value as a number of at least 1; where it is none, the default."""
+        text = self.value(option) or ""
+        return max(1, int(text)) if text.isascii() and text.isdigit() else default
 
 
 def parse_arguments(command: Sequence[str], extra: str) -> tuple[EngineArguments, list[Fault]]:
@@ -142,7 +181,8 @@ def _read_config(path: str | None) -> tuple[tuple[str, ...], list[Fault]]:
             continue
         argv.append(f"--{name}")
         values = value if isinstance(value, list) else [] if value is True else [value]
-        argv += [str(item) for item in values]
+        # As vLLM has it: what is nested becomes JSON.
+        argv += [json.dumps(item) if isinstance(item, dict) else str(item) for item in values]
     return tuple(argv), []
 
 

@@ -37,6 +37,7 @@ def run_boot(arguments: Sequence[str]) -> NoReturn:
         cache=plan.cache_dir,
     )
     start.prepare_folders(settings, plan)
+    start.prepare_snapshots(settings)
     start.write_command(env.run_dir, arguments)
     uid = os.getuid() if plan.uid is None else plan.uid
     store_uid = uid if env.wcache == "vault" else None

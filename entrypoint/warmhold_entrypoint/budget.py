@@ -77,7 +77,7 @@ def space_faults(settings: Settings, facts: Facts) -> list[Fault]:
                 "set shm_size (WARMHOLD_SHM_SIZE=1g), docker run --shm-size 1g, or an emptyDir",
             )
         )
-    if facts.state_free_bytes < MIN_STATE_BYTES:
+    if facts.state_free_bytes < MIN_STATE_BYTES and not facts.has_caches:
         faults.append(
             Fault(
                 "settings.state-full",

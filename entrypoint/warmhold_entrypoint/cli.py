@@ -17,7 +17,10 @@ from typing import NoReturn
 from .errors import EntrypointError, Exit, Fault
 from .log import configure_logging
 
-COMMANDS = ("boot", "plan", "settings", "engine", "preload", "healthcheck", "status", "metrics")
+COMMANDS = (
+    *("boot", "plan", "settings", "engine", "preload", "healthcheck", "status", "metrics"),
+    *("snapshot-create", "snapshot-restore"),
+)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 

@@ -8,18 +8,23 @@ from . import weights
 from .budget import choose_threads
 from .conf import CONTROL_SOCKET
 from .facts import Facts
-from .settings import Settings
+from .settings import HUB_TOKENS, Settings, is_offline
+
+_FOR_DOWNLOADS = "--hf-token"
 
 
 def build_engine_argv(settings: Settings, facts: Facts, kv_bytes: int | None) -> tuple[str, ...]:
     """Return the engine's argv: the user's own, byte-exact, then what is missing in it.
 
-    The model's directory replaces `--model`; a single `--api-key` goes by the environment instead.
+    The model's directory replaces `--model`; a single `--api-key` goes by the environment instead,
+    and a token for downloads is left out where there are none.
     """
     settings = weights.without_loader(settings)
     user = settings.arguments.without("--model").without("--revision")
     if len(settings.api_keys) == 1:
         user = user.without("--api-key")
+    if is_offline({**settings.environ, **_choose_offline(settings, facts)}):
+        user = user.without(_FOR_DOWNLOADS)
     argv = ["vllm", "serve", facts.model.directory or settings.model, *user.argv]
     added = {
         "--served-model-name": settings.model,
@@ -60,8 +65,6 @@ def build_engine_environment(settings: Settings, facts: Facts) -> dict[str, str]
         "MAX_JOBS": str(facts.cpus),
         "HF_HOME": str(settings.env.models_dir),
     }
-    if facts.model.directory is not None:
-        environment["HF_HUB_OFFLINE"] = "1"
     if facts.device.startswith("cpu"):
         # vLLM 0.32 saves ahead-of-time artifacts on a CPU and then fails to load them ("'function'
         # object has no attribute 'finalize_loading'"): every start would compile again. Without
@@ -76,6 +79,7 @@ def build_engine_environment(settings: Settings, facts: Facts) -> dict[str, str]
     environment = {
         name: value for name, value in environment.items() if name not in settings.environ
     }
+    environment |= _choose_offline(settings, facts)
     # A list of plug-ins is a filter: without ours in it there is no loader.
     chosen = settings.environ.get("VLLM_PLUGINS")
     plugins = [*(facts.plugins if chosen is None else chosen.split(","))]
@@ -87,8 +91,24 @@ def build_engine_environment(settings: Settings, facts: Facts) -> dict[str, str]
 
 
 def inherit_environment(settings: Settings, added: Mapping[str, str]) -> dict[str, str]:
-    """Given settings and what the plan adds, return the whole environment of an engine."""
+    """Given settings and what the plan adds, return the whole environment of an engine.
+
+    An engine that downloads nothing gets no token for it: snapshots hold all of its memory. A
+    download gets that of `--hf-token` too.
+    """
     environment = {**settings.environ, **added}
+    if is_offline(environment):
+        for name in HUB_TOKENS:
+            environment.pop(name, None)
+    elif token := settings.arguments.value(_FOR_DOWNLOADS):
+        environment[HUB_TOKENS[0]] = token
     if len(settings.api_keys) == 1:
         environment["VLLM_API_KEY"] = settings.api_keys[0]
     return environment
+
+
+def _choose_offline(settings: Settings, facts: Facts) -> dict[str, str]:
+    """What keeps an engine whose model is there from asking the hub, unless the user said what it
+    is to do; a variable that is empty, as compose files leave it, says nothing."""
+    there = facts.model.directory is not None
+    return {"HF_HUB_OFFLINE": "1"} if there and not settings.environ.get("HF_HUB_OFFLINE") else {}

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -17,6 +18,9 @@ from .status import ask_status, build_metrics, render_status
 # Commands import what they need themselves: the health check runs every second during a start, and
 # msgspec alone would double its cost.
 _HEALTH_TIMEOUT_S = 3.0
+# The drain, the dump and the checksums, or a drain, a restore, and another mode where that fails.
+_ORDER_TIMEOUT_S = 3600.0
+_MIB = 1 << 20
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -145,6 +149,44 @@ def metrics(port: int | None) -> None:
     serve_metrics(port, read_run_dir())
 
 
+@cli.command()
+@click.option("--name", default="", help="Its name; by default the time.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def snapshot_create(name: str, as_json: bool) -> None:
+    """Make a snapshot of the running engine (`snapshot create` is the same)."""
+    from .orders import CREATE
+
+    result = _order(CREATE, name, Exit.SNAPSHOT_CREATE)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(result, indent=2))
+        return
+    kinds = [f"{kind} {size / _MIB:.1f}" for kind, size in result["bytes_by_kind"].items()][:6]
+    steps = [f"{step} {seconds:.2f}" for step, seconds in result["seconds"].items()]
+    click.echo(f"snapshot  {result['name']}")
+    click.echo(f"pause     {result['pause_s']:.2f} s, frozen {result['frozen_s']:.2f} s")
+    click.echo(f"bytes     {result['image_bytes'] / _MIB:.1f} MiB: {', '.join(kinds)}")
+    click.echo(f"weights   {result['weights_bytes'] / _MIB:.1f} MiB in a flat file")
+    click.echo(f"seconds   {', '.join(steps)}")
+    for note in result["notes"]:
+        click.echo(f"note      {note}")
+
+
+@cli.command()
+@click.argument("name", default="")
+def snapshot_restore(name: str) -> None:
+    """Restart the engine from a snapshot, the newest that fits (`snapshot restore` is the same).
+
+    Where it cannot be restored the engine goes on, or starts in another mode.
+    """
+    from .orders import RESTORE
+
+    result = _order(RESTORE, name, Exit.RESTORE)
+    steps = [f"{step} {seconds:.2f}" for step, seconds in result["seconds"].items()]
+    click.echo(f"restored  {result['name']} in {result['total_s']:.2f} s: {', '.join(steps)}")
+
+
 def run_command(arguments: Sequence[str]) -> None:
     """Given a command line of ours, run it; raise EntrypointError for one that is none."""
     try:
@@ -156,6 +198,20 @@ def run_command(arguments: Sequence[str]) -> None:
         raise EntrypointError([fault]) from error
     except click.Abort as error:
         raise KeyboardInterrupt from error
+
+
+def _order(act: str, name: str, code: Exit) -> dict[str, Any]:
+    """Given an order to the runner, return what came of it; raise EntrypointError."""
+    from .orders import give_order
+
+    result = give_order(read_run_dir(), act, name, _ORDER_TIMEOUT_S)
+    if result["ok"]:
+        return result
+    fault = Fault.of(result)
+    kind = fault.code.partition(".")[0]
+    if fault.code == "snapshot.rights":
+        code = Exit.RIGHTS
+    raise EntrypointError([fault], code if kind == "snapshot" else None)
 
 
 def _hide_secrets(variable: str, value: str) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine: its process, its log pipe and its end. Nothing here decides what comes next.
 
-The engine is started through the launcher, which takes its rights away. Its output comes back by
-one pipe, so that the runner can follow it and pass every byte on.
+An engine is started through the launcher, which takes its rights away, or was restored. Its output
+comes back by one pipe, so that the runner can follow it and pass every byte on.
 """
 
 import os
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from . import tree
 from .errors import Fault
@@ -21,33 +22,33 @@ _LAUNCHER = Path(__file__).with_name("launcher.py")
 _CHUNK_BYTES = 1 << 16
 
 
+class Child(Protocol):
+    """A child process, as subprocess has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its PID."""
+
+    def poll(self) -> int | None:
+        """Return the status (a signal n as -n), or None while it lives."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the status once it has ended; raise subprocess.TimeoutExpired."""
+
+    def send_signal(self, sig: int) -> None:
+        """Signal it."""
+
+
 class EngineProcess:
-    """A started engine. Owns the process, the read end of its log pipe, and its whole tree."""
+    """A running engine. Owns the process, the read end of its log pipe, and its whole tree."""
 
     def __init__(
-        self,
-        argv: Sequence[str],
-        environment: Mapping[str, str],
-        uid: int,
-        on_line: Callable[[bytes], None],
-        loop: Loop,
+        self, process: Child, reader: int, on_line: Callable[[bytes], None], loop: Loop
     ) -> None:
-        request = [str(uid), str(tree.ENGINE_GROUP)]
-        self._reader, writer = os.pipe()
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_LAUNCHER), *request, *argv],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=writer,
-                stderr=writer,
-            )
-        except BaseException:
-            os.close(self._reader)
-            raise
-        finally:
-            os.close(writer)
-        self._pidfd = os.pidfd_open(self._process.pid)
+        """Given a child and the read end of its log pipe, follow both."""
+        self._process = process
+        self._reader = reader
+        self._pidfd = os.pidfd_open(process.pid)
         self._on_line = on_line
         self._partial = b""
         self._loop = loop
@@ -107,6 +108,32 @@ class EngineProcess:
         for line in lines:
             self._on_line(line)
         return bool(chunk)
+
+
+def launch(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    uid: int,
+    on_line: Callable[[bytes], None],
+    loop: Loop,
+) -> EngineProcess:
+    """Given what to start and as whom, start it through the launcher."""
+    request = [str(uid), str(tree.ENGINE_GROUP)]
+    reader, writer = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_LAUNCHER), *request, *argv],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=writer,
+            stderr=writer,
+        )
+    except BaseException:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    return EngineProcess(process, reader, on_line, loop)
 
 
 def explain_end(status: int, verdict: Fault | None, oom_kills: int) -> str:

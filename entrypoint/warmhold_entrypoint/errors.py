@@ -5,7 +5,7 @@ A fault has a dotted code, a detail and a remedy. The first word of the code is 
 kind decides the exit code. Only `cli.main` catches `EntrypointError`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -51,6 +51,7 @@ _EXIT_OF_KIND = {
     "ready": Exit.NOT_READY,
     "engine": Exit.FAILED,
     "usage": Exit.USAGE,
+    "snapshot": Exit.SNAPSHOT_CREATE,
 }
 
 
@@ -61,6 +62,11 @@ class Fault:
     code: str
     detail: str
     remedy: str
+
+    @classmethod
+    def of(cls, answer: Mapping[str, str]) -> "Fault":
+        """Given an answer that holds code, detail and remedy, return it as a fault."""
+        return cls(answer["code"], answer["detail"], answer["remedy"])
 
     @property
     def exit_code(self) -> Exit:
@@ -75,14 +81,16 @@ class Fault:
 class EntrypointError(Exception):
     """One or more faults that end a command; they are shown together."""
 
-    def __init__(self, faults: Iterable[Fault]) -> None:
+    def __init__(self, faults: Iterable[Fault], code: Exit | None = None) -> None:
+        """Given the faults, and a code where it is not that of the first one's kind."""
         self.faults = tuple(faults)
+        self._code = code
         super().__init__("; ".join(f"{fault.code}: {fault.detail}" for fault in self.faults))
 
     @property
     def exit_code(self) -> Exit:
-        """Given several faults, return the first one's code."""
-        return self.faults[0].exit_code
+        """Given several faults, return the first one's code, or the one that was given."""
+        return self.faults[0].exit_code if self._code is None else self._code
 
 
 def exit_code_of_status(status: int) -> int:

@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from warmhold_wcache.content import Content, read_cached_content
@@ -23,6 +23,7 @@ from .errors import Fault
 from .model import Model, find_model
 from .resident import Vault, read_vault
 from .settings import Settings
+from .snapshots import Snapshots
 
 BUILD_ID_FILE = Path("/opt/warmhold/build-id")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -31,6 +32,7 @@ _NODES = Path("/sys/devices/system/node")
 _NO_VAULT = Vault("off", "WARMHOLD_WCACHE=off")
 # Those add routes to the public server: upstream loads none that is not named, so neither do we.
 _ENDPOINTS = "vllm.endpoint_plugins"
+_DIST_INFO = ".dist-info"
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,21 @@ class Facts:
     shm_total_bytes: int
     shm_free_bytes: int
     state_free_bytes: int
+    has_caches: bool  # something was compiled for this engine before
     model: Model
     content: Content
     vault: Vault
     plugins: tuple[str, ...]
+    packages: tuple[str, ...]
     cache_dir: str
     faults: tuple[Fault, ...]
+    # Read last, since it is compared with what would be started.
+    snapshots: Snapshots = field(default_factory=Snapshots)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """What was installed, by name."""
+        return {"vllm": self.vllm_version, "build": self.build_id}
 
     @property
     def cpus(self) -> int:
@@ -74,6 +85,7 @@ def read_facts(settings: Settings) -> Facts:
     cache_dir = env.state_dir / "cache" / name
     limit, limited_by = read_memory_limit()
     uid = os.getuid() if env.engine_uid is None else env.engine_uid
+    plugins, packages = read_packages()
     faults += probe_access(uid, cache_dir, model)
     faults += probe_port(settings.arguments.port)
     return Facts(
@@ -88,10 +100,12 @@ def read_facts(settings: Settings) -> Facts:
         shm_total_bytes=_disk(_SHM)[0],
         shm_free_bytes=_disk(_SHM)[1],
         state_free_bytes=_disk(_existing(env.state_dir))[1],
+        has_caches=_has_caches(cache_dir),
         model=model,
         content=_read_content(model, weights.digests_folder(settings)),
         vault=read_vault(env.run_dir / VAULT_SOCKET) if env.wcache == "vault" else _NO_VAULT,
-        plugins=read_plugins(),
+        plugins=plugins,
+        packages=packages,
         cache_dir=str(cache_dir),
         faults=tuple(faults),
     )
@@ -116,21 +130,48 @@ def read_vllm_version() -> str:
     return "none"
 
 
-def read_plugins() -> tuple[str, ...]:
-    """Return the names of the vLLM plug-ins that are installed, as upstream finds them, sorted.
+def read_packages() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the vLLM plug-ins that are installed, as upstream finds them, and name
+    and version of every distribution; both sorted.
 
-    Read off the files: importlib.metadata would cost a start 20 ms.
+    A plug-in's code may be another one in the same version, so that a digest of its record, which
+    lists every file with its own, is added. Read off the files: importlib.metadata would cost a
+    start 20 ms.
     """
-    names = set()
+    plugins, packages = set(), set()
     for folder in sys.path:
-        for path in Path(folder).glob("*.dist-info/entry_points.txt"):
-            group = ""
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                if line.startswith("["):
-                    group = line.strip("[] ")
-                elif "=" in line and group.startswith("vllm.") and group != _ENDPOINTS:
-                    names.add(line.partition("=")[0].strip())
-    return tuple(sorted(names))
+        try:
+            with os.scandir(folder or ".") as entries:
+                names = [entry.name for entry in entries if entry.name.endswith(_DIST_INFO)]
+        except OSError:  # an archive, or a folder that is not there
+            continue
+        for name in names:
+            place = Path(folder, name)
+            found = _read_plugins(place / "entry_points.txt")
+            plugins |= found
+            package = name.removesuffix(_DIST_INFO)
+            if found:
+                with suppress(OSError):
+                    record = hashlib.sha256((place / "RECORD").read_bytes())
+                    package = f"{package}:{record.hexdigest()[:16]}"
+            packages.add(package)
+    return tuple(sorted(plugins)), tuple(sorted(packages))
+
+
+def _read_plugins(path: Path) -> set[str]:
+    """The plug-ins among a distribution's entry points; most distributions have none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    names = set()
+    group = ""
+    for line in text.splitlines():
+        if line.startswith("["):
+            group = line.strip("[] ")
+        elif "=" in line and group.startswith("vllm.") and group != _ENDPOINTS:
+            names.add(line.partition("=")[0].strip())
+    return names
 
 
 def read_cpu_device() -> str:
@@ -316,6 +357,12 @@ def _existing(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
+
+
+def _has_caches(folder: Path) -> bool:
+    with suppress(OSError):
+        return any(entry.name != "home" for entry in folder.iterdir())
+    return False
 
 
 def _disk(path: Path) -> tuple[int, int]:

@@ -57,6 +57,17 @@ def find_model(
     return model, [_missing(model, offline, models_dir)]
 
 
+def find_folder(name: str, models_dir: Path) -> Path | None:
+    """Given what an option names (a path or a Hugging Face id), return the folder that vLLM would
+    read, or None. A word without a slash is no folder: most of them mean something else."""
+    if "/" not in name and not _is_path(name):
+        return None
+    candidates = [Path(name)]
+    if _HUB_ID.fullmatch(name):
+        candidates += _hub_candidates(name, None, models_dir)
+    return next((path for path in candidates if path.is_dir()), None)
+
+
 def _is_path(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~"))
 

@@ -6,6 +6,7 @@ engine was given up, and its exit code, which the runner left in the run directo
 container's.
 """
 
+import json
 import os
 import resource
 import signal
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from . import tree
 from .conf import STORE_SOCKET
 from .errors import Exit
-from .files import read_json
+from .files import read_json, write_atomically
 from .log import Log
 from .supervision import go_on, is_alive
 
@@ -32,6 +33,11 @@ _HURRY_S = 5.0
 _HURRY_POLL_S = 0.01
 
 _log = Log("pid1")
+
+
+def leave_exit_code(run_dir: Path, code: int) -> None:
+    """Given the run directory, leave there the code with which PID 1 has to end the container."""
+    write_atomically(run_dir / EXIT_FILE, json.dumps({"code": int(code)}))
 
 
 def run_pid1(

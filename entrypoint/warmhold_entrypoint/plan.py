@@ -17,6 +17,7 @@ from .errors import Fault, Rejection
 from .facts import Facts
 from .log import redact_argv
 from .settings import MODES, Settings
+from .snapshots import Snapshots
 
 # Reasons that are no fault where ipc_cache is demanded: the loader waits, and compares all fields.
 _FORECASTS = ("ipc_cache.loading", "ipc_cache.hung", "ipc_cache.key-mismatch")
@@ -28,6 +29,7 @@ class Attempt:
 
     mode: str
     argv: tuple[str, ...]
+    snapshot: str = ""  # the artifact to restore; argv is then what it stands for
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,36 @@ class Plan:
     kv_cache_bytes: int | None
     # What the weight loader in the engine is told (a file); empty where upstream's is used.
     loader: Mapping[str, Any]
+    snapshots: Snapshots
+
+    def reject(self, rejection: Rejection) -> "Plan":
+        """Given why a mode that was tried is not used, return the plan with it, ahead of others."""
+        snapshots = self.snapshots
+        if rejection.mode == "snapshot":
+            snapshots = dataclasses.replace(snapshots, name="", code=rejection.code)
+        rejections = (rejection, *self.rejections)
+        return dataclasses.replace(self, rejections=rejections, snapshots=snapshots)
 
     def to_json(self) -> str:
         """Return the plan as JSON text, with secret arguments hidden."""
         shown = dataclasses.asdict(self)
+        # An identity is a page of digests; the rejection says which field matters.
+        shown["snapshots"] = {"name": self.snapshots.name, "revoked": self.snapshots.revoked}
         for attempt in shown["attempts"]:
             attempt["argv"] = redact_argv(attempt["argv"])
         return json.dumps(shown, indent=2)
+
+
+def build_key(settings: Settings, facts: Facts) -> dict[str, str]:
+    """Given settings and facts, return the launch key of the engine's weights."""
+    # The loader's own options do not enter the key, nor does memory.
+    return weights.build_key(
+        settings,
+        build_engine_argv(settings, facts, None),
+        {**settings.environ, **build_engine_environment(settings, facts)},
+        facts.content,
+        facts.versions,
+    )
 
 
 def decide(settings: Settings, facts: Facts) -> Plan:
@@ -62,14 +87,7 @@ def decide(settings: Settings, facts: Facts) -> Plan:
     that makes a start pointless (it then has no attempts). So is the rejection of a named mode.
     """
     environment = build_engine_environment(settings, facts)
-    # The loader's own options do not enter the key, nor does memory.
-    key = weights.build_key(
-        settings,
-        build_engine_argv(settings, facts, None),
-        {**settings.environ, **environment},
-        facts.content,
-        {"vllm": facts.vllm_version, "build": facts.build_id},
-    )
+    key = build_key(settings, facts)
     # What is resident and not mapped takes memory besides; in mode disk that is all of it.
     from_disk = settings.env.mode == "disk"
     others = sum(
@@ -89,8 +107,11 @@ def decide(settings: Settings, facts: Facts) -> Plan:
     argv = build_engine_argv(settings, facts, kv_bytes)
     attempts, rejections = [], []
     for mode in MODES:
-        reason = _reason_against(mode, settings, miss)
-        if reason is None:
+        reason = _reason_against(mode, settings, miss, facts.snapshots)
+        if reason is None and mode == "snapshot":
+            told = weights.add_loader(settings, argv, "auto")
+            attempts.append(Attempt(mode, told, facts.snapshots.name))
+        elif reason is None:
             source = _choose_source(mode, settings, miss)
             attempts.append(Attempt(mode, weights.add_loader(settings, argv, source)))
         else:
@@ -102,7 +123,10 @@ def decide(settings: Settings, facts: Facts) -> Plan:
                     )
                 )
     if weights.load_format(settings) in weights.OWN_FORMATS:
-        del attempts[1:]  # the user's own choice is the same in every attempt
+        # The user's own choice is the same in every attempt that starts an engine.
+        attempts = [item for item in attempts if item.snapshot] + [
+            item for item in attempts if not item.snapshot
+        ][:1]
     used = weights.uses_loader(settings)
     return Plan(
         attempts=() if faults else tuple(attempts),
@@ -116,23 +140,21 @@ def decide(settings: Settings, facts: Facts) -> Plan:
         threads=choose_threads(settings, facts),
         kv_cache_bytes=kv_bytes,
         loader=weights.build_loader_file(settings, key, publish) if used else {},
+        snapshots=facts.snapshots,
     )
 
 
-def _reason_against(mode: str, settings: Settings, miss: Rejection | None) -> Rejection | None:
+def _reason_against(
+    mode: str, settings: Settings, miss: Rejection | None, snapshots: Snapshots
+) -> Rejection | None:
     """Tell why a mode is not used, or None where it is."""
     wanted = settings.env.mode
     if wanted not in ("auto", mode):
         return Rejection(
             mode, f"{mode}.not-wanted", f"WARMHOLD_MODE={wanted}", "set WARMHOLD_MODE=auto"
         )
-    if mode == "snapshot":
-        return Rejection(
-            mode,
-            "snapshot.unsupported",
-            "this version cannot make or restore snapshots",
-            "use a version of warmhold with snapshots, or WARMHOLD_MODE=auto",
-        )
+    if mode == "snapshot" and snapshots.code:
+        return Rejection(mode, snapshots.code, snapshots.detail, snapshots.remedy)
     if mode == "ipc_cache" and miss and not (wanted == mode and miss.code in _FORECASTS):
         return miss
     return None

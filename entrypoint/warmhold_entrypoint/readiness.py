@@ -110,6 +110,7 @@ class Prober:
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.last_ok: float | None = None
         self.missed = 0
+        self.last_moved = time.monotonic()  # when somebody else's request last made progress
         self._target = target
         self._interval_s = interval_s
         self._timeout_s = timeout_s
@@ -130,6 +131,8 @@ class Prober:
         while not self._stopped.is_set():
             seen = self._read_progress()
             moved, progress = seen > progress, max(seen, progress)
+            if moved:
+                self.last_moved = time.monotonic()
             if moved and not degraded:
                 self._note_ok()
             elif degraded or self.missed or self._quiet_s() >= self._interval_s:
@@ -150,10 +153,11 @@ class Prober:
             self._stopped.wait(min(_PROGRESS_POLL_S, self._interval_s))
 
     def _wait_until_listening(self) -> bool:
-        while not self._stopped.wait(_START_POLL_S):
+        while not self._stopped.is_set():
             try:
                 probe_health(self._target, _HEALTH_TIMEOUT_S)
             except ProbeError:
+                self._stopped.wait(_START_POLL_S)
                 continue
             return True
         return False

@@ -18,6 +18,8 @@ _TIMEOUT_S = 0.15
 # So young a vault is still taking back what PID 1 kept. The loader in the engine waits for it.
 _STARTING_S = 1.0
 _PEER = struct.Struct("3i")
+# Of a vault that may come yet: PID 1 plans before there is one.
+COMING = ("loading", "absent", "dead-socket")
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,14 @@ class Vault:
     rows: tuple[Mapping[str, Any], ...] = ()
 
 
-def read_vault(socket_path: Path) -> Vault:
-    """Given the vault's socket, return what it holds; raises nothing and takes at most 0.15 s."""
+def read_vault(socket_path: Path, patience_s: float = 0.0) -> Vault:
+    """Given the vault's socket, return what it holds; raises nothing. Takes at most 0.15 s and does
+    not ask a vault that is starting, or waits for one up to a `patience_s`."""
     age_s = _read_age_s(socket_path)
-    if age_s is not None and age_s < _STARTING_S:
+    if not patience_s and age_s is not None and age_s < _STARTING_S:
         return Vault("loading", f"the vault started {age_s:.1f} s ago")
     try:
-        with VaultClient(socket_path, _TIMEOUT_S) as client:
+        with VaultClient(socket_path, patience_s or _TIMEOUT_S) as client:
             return Vault(rows=tuple(client.stat()))
     except WcacheError as error:
         return Vault(error.code.removeprefix("wcache."), error.detail)

@@ -106,6 +106,27 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
             " `packed` is vLLM's own way and copies them."
         ),
     ] = "shared"
+    snapshot: Annotated[
+        Literal["auto", "manual", "off"],
+        _about(
+            "`manual`: `snapshot create` makes one, later starts restore it; `auto` also makes one"
+            " by itself where none fits, in place of its last; `off`: neither."
+        ),
+    ] = "auto"
+    snapshot_idle_s: Annotated[
+        Seconds, _about("`auto` waits until no request has come for so long, in seconds.")
+    ] = 30
+    snapshot_verify: Annotated[
+        Literal["always", "metadata"],
+        _about("Before a restore compare every byte with its checksum, or names and sizes alone."),
+    ] = "always"
+    snapshot_weights: Annotated[
+        Literal["flat", "none"],
+        _about(
+            "`flat` keeps a snapshot's weights in a file too, for a container whose vault lacks"
+            " them; with `none` such a container first starts in another mode."
+        ),
+    ] = "flat"
     metrics_port: Annotated[
         Port | None, _about("Serve Prometheus metrics of the supervision on this port (off).")
     ] = None
@@ -158,6 +179,8 @@ FIELDS = {
 # The arguments may hold a key.
 _HIDDEN = ("engine_args",)
 SECRETS = ("api_key",)
+# What huggingface_hub takes its token from.
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -221,10 +244,7 @@ def read_settings(
         env=env,
         arguments=arguments,
         environ={name: value for name, value in environ.items() if not name.startswith(PREFIX)},
-        offline=any(
-            environ.get(name, "").lower() in {"1", "true", "yes", "on"}
-            for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-        ),
+        offline=is_offline(environ),
         api_keys=_api_keys(env, arguments, environ),
     )
     if any(not re.fullmatch(r"[!-~]+", key) for key in settings.api_keys):
@@ -236,6 +256,13 @@ def read_settings(
             )
         )
     return settings, faults + value_faults + argument_faults, notes
+
+
+def is_offline(environ: Mapping[str, str]) -> bool:
+    """Given an environment, tell whether huggingface_hub downloads nothing in it. Source: its
+    constants.py."""
+    text = environ.get("HF_HUB_OFFLINE") or environ.get("TRANSFORMERS_OFFLINE") or ""
+    return text.upper() in {"1", "ON", "YES", "TRUE"}
 
 
 def _validate(values: Mapping[str, str]) -> tuple[Environment, list[Fault]]:

@@ -10,14 +10,19 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from warmhold_snapshot.artifact import Store
+from warmhold_snapshot.errors import SnapshotError
+
 from . import weights
+from .command import build_engine_argv, build_engine_environment
 from .conf import ENGINE_FOLDER, check_paths
-from .errors import EntrypointError, Fault
-from .facts import read_facts
+from .errors import EntrypointError, Fault, Rejection
+from .facts import Facts, read_facts
 from .files import read_json, write_atomically
 from .log import Log
-from .plan import Plan, decide
+from .plan import Plan, build_key, decide
 from .settings import Settings, read_settings
+from .snapshots import FOLDER, Candidate, Snapshots, read_snapshots
 
 PLAN_FILE = "plan.json"
 COMMAND_FILE = "command.json"
@@ -26,24 +31,55 @@ _log = Log("plan")
 
 
 def make_plan(
-    command: Sequence[str], tolerated: Collection[str] = ()
+    command: Sequence[str], tolerated: Collection[str] = (), snapshot: str = ""
 ) -> tuple[Settings, Plan, list[Fault], list[str]]:
     """Given the container's command, return settings, plan, all faults together, and the notes.
 
-    What is found with a code among `tolerated` is no fault.
+    What is found with a code among `tolerated` is no fault. With the name of a `snapshot` no other
+    one is restored.
     """
     settings, faults, notes = read_settings(os.environ, command)
     facts = read_facts(settings)
     kept = tuple(fault for fault in facts.faults if fault.code not in tolerated)
-    plan = decide(settings, dataclasses.replace(facts, faults=kept))
+    facts = dataclasses.replace(facts, faults=kept)
+    plan = decide(settings, dataclasses.replace(facts, snapshots=_look(settings, facts, snapshot)))
     return settings, plan, [*faults, *check_paths(settings), *plan.faults], notes
 
 
+def plan_restore(command: Sequence[str], name: str) -> tuple[str, Rejection | Fault | None]:
+    """Given the command and the name of a snapshot ("" for the newest that fits), return which one
+    a start would restore, or what is against it."""
+    _, plan, faults, _ = make_plan(command, snapshot=name)
+    against: list[Rejection | Fault] = [item for item in plan.rejections if item.mode == "snapshot"]
+    return plan.snapshots.name, next(iter([*against, *faults]), None)
+
+
+def _look(settings: Settings, facts: Facts, wanted: str) -> Snapshots:
+    """What snapshots there are of the engine that would be started."""
+    nodes = facts.numa_nodes
+    candidate = Candidate(
+        argv=build_engine_argv(settings, facts, None),
+        environment={**settings.environ, **build_engine_environment(settings, facts)},
+        versions={
+            **facts.versions,
+            # What the sizes of pools of threads and of the KV cache come from.
+            "cpus": f"{facts.cpus} of {facts.cpu_affinity} in {nodes} NUMA node(s)",
+            "memory": str(facts.memory_limit_bytes),
+            "kv_cache_gib": str(settings.env.kv_cache_gib),
+            "uid": str(settings.env.engine_uid),
+        },
+        packages=facts.packages,
+        key=build_key(settings, facts),
+        model_directory=facts.model.directory,
+    )
+    return read_snapshots(settings, candidate, facts.vault, wanted)
+
+
 def make_sound_plan(
-    command: Sequence[str], tolerated: Collection[str] = ()
+    command: Sequence[str], tolerated: Collection[str] = (), snapshot: str = ""
 ) -> tuple[Settings, Plan]:
     """Given the same, return settings and plan; raise EntrypointError for any fault."""
-    settings, plan, faults, notes = make_plan(command, tolerated)
+    settings, plan, faults, notes = make_plan(command, tolerated, snapshot)
     for note in notes:
         _log.warning("unknown setting", detail=note)
     if faults:
@@ -77,6 +113,15 @@ def prepare_folders(settings: Settings, plan: Plan) -> None:
                     )
                 ]
             ) from error
+
+
+def prepare_snapshots(settings: Settings) -> None:
+    """Make the folder of snapshots and the key that seals them, where they are wanted."""
+    if settings.env.snapshot != "off":
+        try:
+            Store(settings.env.state_dir / FOLDER)
+        except SnapshotError as error:
+            _log.warning("no snapshots", code=error.code, detail=error.detail)
 
 
 def write_loader(settings: Settings, plan: Plan) -> None:

@@ -11,6 +11,7 @@ class State(StrEnum):
     FETCHING = "FETCHING"
     TRYING = "TRYING"
     SERVING = "SERVING"
+    SNAPSHOTTING = "SNAPSHOTTING"
     WAITING = "WAITING"
     STOPPING = "STOPPING"
     STOPPED = "STOPPED"
@@ -28,7 +29,8 @@ EDGES = {
         State.STOPPED,
         State.FAILED,
     },
-    State.SERVING: {State.WAITING, State.STOPPING, State.STOPPED},
+    State.SERVING: {State.SNAPSHOTTING, State.WAITING, State.STOPPING, State.STOPPED},
+    State.SNAPSHOTTING: {State.SERVING, State.WAITING, State.STOPPING, State.STOPPED},
     State.WAITING: {State.SWEEP, State.STOPPED},
     State.STOPPING: {State.STOPPED},
     State.STOPPED: set(),

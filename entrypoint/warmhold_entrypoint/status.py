@@ -16,6 +16,12 @@ from .loop import Loop
 SOCKET_NAME = "engine.sock"
 _MAX_ANSWER_BYTES = 1 << 20
 
+_WEIGHTS_FROM = {
+    "disk": "read from disk",
+    "flat": "read from a flat file",
+    "ipc_cache": "mapped from the vault",
+}
+
 Status = dict[str, Any]
 
 
@@ -150,7 +156,7 @@ def render_status(status: Status) -> str:
 
 def _weights_text(found: dict[str, Any]) -> str:
     """Given what the loads did, return it as a phrase."""
-    where = "mapped from the vault" if found["mode"] == "ipc_cache" else "read from disk"
+    where = _WEIGHTS_FROM[found["mode"]]
     text = f"{found['bytes'] / (1 << 20):.0f} MiB {where} in {found['seconds']:.2f} s"
     if found["published"]:
         return f"{text}, published as {', '.join(found['published'])}"

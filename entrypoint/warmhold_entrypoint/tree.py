@@ -75,6 +75,13 @@ def kill_members(also_below: int | None, timeout_s: float) -> list[Process]:
     return []
 
 
+def kill_below(root: int, timeout_s: float) -> None:
+    """Kill every descendant of a process, whatever its mark; give up after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    for process in _find_below(root):
+        _kill(process, deadline)
+
+
 def send_signal(process: Process, signum: int) -> bool:
     """Given a process, signal it if it still is the same one; tell whether it was."""
     try:
@@ -120,6 +127,11 @@ def _kill(process: Process, deadline: float) -> None:
                 select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
         finally:
             os.close(fd)
+
+
+def _find_below(root: int) -> list[Process]:
+    processes = {process.pid: process for process in map(read_process, _pids()) if process}
+    return [processes[pid] for pid in sorted(_descendants(root, processes.values()))]
 
 
 def _pids() -> list[int]:

@@ -7,6 +7,8 @@
     dump.log        criu's log
     failed.json     why a restore failed, if one did
 
+Flat files of weights lie in `<folder>/.weights/` and go with the last artifact that refers to them.
+
 An artifact is made in `.tmp-*` beside its place and put there by one rename, or one exchange with
 its predecessor. Whoever makes or uses one holds a lock on its folder, so that what a killed maker
 left is known from what is being made, and nothing in use is removed.
@@ -17,19 +19,20 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from .checksum import Progress, compute_checksums
 from .errors import SnapshotError
+from .flat import FlatFiles
 from .folder import ALONE, TOGETHER, exchange, locked, sync
 from .hook import PACK
 from .identity import read_key
 from .manifest import ImageFile, Manifest, decode, encode
 from .mark import read_mark
 
-IMAGES, MANIFEST, KEY = "images", "manifest.json", ".key"
+IMAGES, MANIFEST, KEY, WEIGHTS = "images", "manifest.json", ".key", ".weights"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DRAFT = ".tmp-"
 _RECREATE = "create a new snapshot"
@@ -38,13 +41,16 @@ _IN_USE = "the snapshot is being made, restored or removed"
 
 @dataclass(frozen=True)
 class Listed:
-    """An artifact in a list: `state` is usable, failed or damaged, `detail` says why."""
+    """An artifact in a list: `state` is usable, failed or damaged, `detail` says why; `weights` is
+    flat, absent (a file has gone), damaged or none, and `weights_bytes` are those of the files."""
 
     name: str
     state: str
     detail: str = ""
     created: str = ""
     image_bytes: int = 0
+    weights: str = "none"
+    weights_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Store:
             detail = f"{folder} cannot be made: {error.strerror}"
             raise SnapshotError("snapshot.disk", detail, "mount a writable state volume") from error
         self.key = read_key(key_path or folder / KEY)
+        self.flat = FlatFiles(folder / WEIGHTS, self.key)
 
     def path(self, name: str) -> Path:
         """Given a name, return the artifact's folder; raise SnapshotError for one that is none."""
@@ -77,11 +84,7 @@ class Store:
 
     def names(self) -> list[str]:
         """Return the names of all artifacts; what is half made has none."""
-        return sorted(
-            entry.name
-            for entry in self.folder.iterdir()
-            if _NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
-        )
+        return list_names(self.folder)
 
     def read(self, name: str) -> Manifest:
         """Given a name, return the manifest; raise SnapshotError `snapshot.absent` or
@@ -138,6 +141,16 @@ class Store:
             detail = f"{manifest.name}: {'; '.join(sorted(wrong))}"
             raise SnapshotError("snapshot.damaged", detail, _RECREATE, sorted(wrong))
 
+    def judge_weights(self, manifest: Manifest) -> str:
+        """Given a manifest, return what its flat files are: flat, absent, damaged, or none where it
+        refers to none. Their bytes are not read."""
+        try:
+            for generation_id in manifest.weights:
+                self.flat.verify(generation_id)
+        except SnapshotError as error:
+            return error.code.removeprefix("snapshot.weights-")
+        return "flat" if manifest.weights else "none"
+
     @contextmanager
     def draft(self, name: str) -> Iterator[Draft]:
         """Given a name, make a temporary folder for its artifact; it is gone afterwards unless it
@@ -145,7 +158,10 @@ class Store:
         `snapshot.disk`."""
         self.path(name)
         with locked(self.folder, ALONE, "another snapshot is being made"):
-            yield from self._draft(name)
+            try:
+                yield from self._draft(name)
+            finally:
+                self._sweep_weights()
 
     def _draft(self, name: str) -> Iterator[Draft]:
         self.sweep()
@@ -199,19 +215,17 @@ class Store:
         folder = self.path(name)
         if not folder.is_dir():
             raise SnapshotError("snapshot.absent", f"no snapshot {name}", "see `snapshot list`")
-        with locked(folder, ALONE, _IN_USE):
-            away = self.folder / f"{_DRAFT}{name}-{secrets.token_hex(4)}"
-            folder.rename(away)
-            shutil.rmtree(away)
+        remove(folder)
+        self.sweep_weights()
 
-    def prune(self, keep: int) -> list[str]:
-        """Keep the newest `keep` artifacts that are usable, remove the rest; return the names of
-        the removed. One in use is left."""
+    def prune(self, keep: int, prefix: str = "") -> list[str]:
+        """Keep the newest `keep` artifacts that are usable, remove the rest of those whose names
+        begin with the prefix; return the names of the removed. One in use is left."""
         rows = self.rows()
         kept = [row.name for row in rows if row.state == "usable"][:keep]
         removed = []
         for row in rows:
-            if row.name not in kept:
+            if row.name not in kept and row.name.startswith(prefix):
                 try:
                     self.remove(row.name)
                 except SnapshotError as error:
@@ -220,20 +234,18 @@ class Store:
                 else:
                     removed.append(row.name)
         self.sweep()
+        self.sweep_weights()
         return removed
+
+    def sweep_weights(self) -> None:
+        """Remove flat files that no artifact refers to. While one is being made they are left: its
+        maker does it."""
+        with suppress(SnapshotError), locked(self.folder, ALONE, _IN_USE):
+            self._sweep_weights()
 
     def sweep(self) -> list[str]:
         """Remove what killed makers left; return the names of it."""
-        removed = []
-        for entry in self.folder.iterdir():
-            if entry.name.startswith(_DRAFT) and entry.is_dir() and not entry.is_symlink():
-                try:
-                    with locked(entry, ALONE, _IN_USE):
-                        shutil.rmtree(entry, ignore_errors=True)
-                except SnapshotError:  # being made right now
-                    continue
-                removed.append(entry.name)
-        return removed
+        return sweep(self.folder)
 
     def _listed(self, name: str) -> Listed:
         try:
@@ -242,7 +254,49 @@ class Store:
             return Listed(name, "damaged", error.detail)
         mark = read_mark(self.path(name))
         state, detail = ("failed", f"{mark.code}: {mark.detail}") if mark else ("usable", "")
-        return Listed(name, state, detail, manifest.created, manifest.image_bytes)
+        weights, weights_bytes = self.judge_weights(manifest), sum(manifest.weights.values())
+        return Listed(
+            name, state, detail, manifest.created, manifest.image_bytes, weights, weights_bytes
+        )
+
+    def _sweep_weights(self) -> None:
+        kept: set[str] = set()
+        for name in self.names():
+            with suppress(SnapshotError):  # a damaged one is never restored
+                kept |= self.read(name).weights.keys()
+        with suppress(OSError):
+            self.flat.sweep(kept)
+
+
+def list_names(folder: Path) -> list[str]:
+    """Given the folder of all artifacts, return their names; that needs no key."""
+    return sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if _NAME.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
+    )
+
+
+def remove(folder: Path) -> None:
+    """Given an artifact's own folder, remove it as `Store.remove` does; that needs no key."""
+    with locked(folder, ALONE, _IN_USE):
+        away = folder.with_name(f"{_DRAFT}{folder.name}-{secrets.token_hex(4)}")
+        folder.rename(away)
+        shutil.rmtree(away)
+
+
+def sweep(folder: Path) -> list[str]:
+    """Given the folder of all artifacts, remove what killed makers left; return the names of it."""
+    removed = []
+    for entry in folder.iterdir():
+        if entry.name.startswith(_DRAFT) and entry.is_dir() and not entry.is_symlink():
+            try:
+                with locked(entry, ALONE, _IN_USE):
+                    shutil.rmtree(entry, ignore_errors=True)
+            except SnapshotError:  # being made right now
+                continue
+            removed.append(entry.name)
+    return removed
 
 
 def describe_files(folder: Path, progress: Progress | None = None) -> tuple[ImageFile, ...]:

@@ -1,20 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of image files at the speed of memory: all files in pieces, several threads.
+"""Checksums at the speed of memory, of bytes that may be copied on the way: in pieces, by several
+threads.
 
-A file's checksum is the BLAKE3 of its pieces' BLAKE3s. The blake3 package comes with vLLM and lets
-other threads run while it works; it is imported only where bytes are read.
+A checksum is the BLAKE3 of the pieces' BLAKE3s. The blake3 package comes with vLLM and lets other
+threads run while it works; it is imported only where bytes are read.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 PIECE_BYTES = 16 << 20
 # A piece is read in blocks that stay in a core's cache until they are hashed.
 _BLOCK_BYTES = 1 << 20
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+class Part(NamedTuple):
+    """Bytes of an open file, and the descriptor and offset that they are copied to (-1: nowhere).
+    Offsets and size in bytes."""
+
+    source: int
+    start: int
+    size: int
+    target: int = -1
+    target_start: int = 0
 
 
 def compute_checksums(
@@ -34,27 +47,46 @@ def compute_checksums(
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
             handles[name] = os.open(folder / name, flags)
         sizes = {name: os.fstat(handle).st_size for name, handle in handles.items()}
-        pieces = [
-            (handles[name], start, min(PIECE_BYTES, size - start))
-            for name, size in sizes.items()
-            for start in range(0, size, PIECE_BYTES)
-        ]
-        total, done = sum(sizes.values()), 0
-        digests: list[bytes] = []
-        with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)), "checksum") as pool:
-            for piece, digest in zip(pieces, pool.map(_hash_piece, pieces), strict=True):
-                digests.append(digest)
-                done += piece[2]
-                if progress is not None:
-                    progress(done, total)
+        parts = [Part(handles[name], 0, size) for name, size in sizes.items()]
+        checksums = checksum_parts(parts, threads, progress)
     finally:
         for handle in handles.values():
             os.close(handle)
-    return {name: (size, _combine(size, digests)) for name, size in sizes.items()}
+    return dict(zip(sizes, zip(sizes.values(), checksums, strict=True), strict=True))
+
+
+def checksum_parts(
+    parts: Sequence[Part], threads: int | None = None, progress: Progress | None = None
+) -> list[str]:
+    """Given parts, copy those that have a target, and return the checksum of each.
+
+    Raise OSError where one cannot be read or written, or is shorter. `progress` is called from one
+    thread only; what it raises ends the work.
+    """
+    pieces = [
+        Part(
+            part.source,
+            part.start + at,
+            min(PIECE_BYTES, part.size - at),
+            part.target,
+            part.target_start + at,
+        )
+        for part in parts
+        for at in range(0, part.size, PIECE_BYTES)
+    ]
+    total, done = sum(part.size for part in parts), 0
+    digests: list[bytes] = []
+    with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)), "checksum") as pool:
+        for piece, digest in zip(pieces, pool.map(_hash_piece, pieces), strict=True):
+            digests.append(digest)
+            done += piece.size
+            if progress is not None:
+                progress(done, total)
+    return [_combine(part.size, digests) for part in parts]
 
 
 def _combine(size: int, digests: list[bytes]) -> str:
-    """Take the file's digests off the front of the list."""
+    """Take a part's digests off the front of the list."""
     from blake3 import blake3
 
     count = -(-size // PIECE_BYTES)
@@ -62,18 +94,21 @@ def _combine(size: int, digests: list[bytes]) -> str:
     return str(blake3(b"".join(own)).hexdigest())
 
 
-def _hash_piece(piece: tuple[int, int, int]) -> bytes:
+def _hash_piece(piece: Part) -> bytes:
     from blake3 import blake3
 
-    handle, position, left = piece
     hasher = blake3()
-    block = memoryview(bytearray(min(_BLOCK_BYTES, left)))
-    while left > 0:
+    block = memoryview(bytearray(min(_BLOCK_BYTES, piece.size)))
+    at = 0
+    while at < piece.size:
         # Read, not mapped: a file that is cut while it is mapped kills the process with SIGBUS.
-        count = os.preadv(handle, [block[:left]], position)
+        count = os.preadv(piece.source, [block[: piece.size - at]], piece.start + at)
         if count == 0:
-            raise OSError(f"{left} bytes are missing at {position}")
+            raise OSError(f"{piece.size - at} bytes are missing at {piece.start + at}")
         hasher.update(block[:count])
-        position += count
-        left -= count
+        written = count if piece.target < 0 else 0
+        while written < count:
+            place = piece.target_start + at + written
+            written += os.pwrite(piece.target, block[written:count], place)
+        at += count
     return bytes(hasher.digest())

@@ -6,6 +6,7 @@ question answered with no), 2 (usage), 77 (a right is missing).
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -19,16 +20,20 @@ from .errors import SnapshotError
 from .manifest import Manifest
 from .mark import read_mark
 
-FOLDER = Path("/var/lib/warmhold/snapshots")
 _FAILED, _USAGE, _RIGHTS = 1, 2, 77
+
+
+def _find_folder() -> Path:
+    """Where this container's artifacts lie: asked for by a command line alone, never by a leaf."""
+    return Path(os.environ.get("WARMHOLD_STATE_DIR") or "/var/lib/warmhold") / "snapshots"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--folder",
     type=click.Path(path_type=Path),
-    default=FOLDER,
-    show_default=True,
+    default=_find_folder,
+    show_default="snapshots in WARMHOLD_STATE_DIR",
     help="Where snapshots lie.",
 )
 @click.pass_context
@@ -39,7 +44,9 @@ def cli(context: click.Context, folder: Path) -> None:
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@click.option("--estimate-mib", type=click.IntRange(0), default=0, help="Expected size, MiB.")
+@click.option(
+    "--estimate-mib", type=click.IntRange(0), default=0, help="Expected size and weights, MiB."
+)
 @click.option("--other-uid", is_flag=True, help="The engine runs as another user than root.")
 @click.option(
     "--above-pid", type=click.IntRange(0), default=0, help="The engine's PIDs are higher."
@@ -52,6 +59,20 @@ def check(folder: Path, as_json: bool, estimate_mib: int, other_uid: bool, above
     answer = json.dumps(checks.to_json(points), indent=2) if as_json else checks.render(points)
     click.echo(answer)
     sys.exit(0 if all(point.ok for point in points) else _RIGHTS)
+
+
+@cli.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def create(arguments: tuple[str, ...]) -> None:
+    """Make a snapshot of the running engine: [--name NAME] [--json]."""
+    _ask_runner("snapshot-create", arguments)
+
+
+@cli.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def restore(arguments: tuple[str, ...]) -> None:
+    """Restart the engine from a snapshot: [NAME], by default the newest that fits."""
+    _ask_runner("snapshot-restore", arguments)
 
 
 @cli.command(name="list")
@@ -73,12 +94,18 @@ def inspect(folder: Path, name: str, as_json: bool, verify: bool) -> None:
     store = Store(folder)
     manifest = store.read(name)
     store.verify(manifest, checksums=verify)
+    weights = store.judge_weights(manifest)
+    if weights != "absent":  # the vault may hold them
+        for generation_id in manifest.weights:
+            store.flat.verify(generation_id, checksums=verify)
     mark = read_mark(store.path(name))
     if as_json:
-        shown = {"manifest": manifest, "failed": mark, "verified": verify}
+        shown = {"manifest": manifest, "failed": mark, "verified": verify, "weights": weights}
         click.echo(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
         return
     click.echo(describe(manifest))
+    size = f"{sum(manifest.weights.values()) / (1 << 20):.1f} MiB"
+    click.echo(f"weights   {weights}: {size} in {', '.join(manifest.weights) or 'no flat file'}")
     click.echo(f"files     {len(manifest.files)}, {'every byte' if verify else 'sizes'} as written")
     if mark:
         click.echo(f"failed    {mark.at} {mark.code}: {mark.detail}")
@@ -88,17 +115,27 @@ def inspect(folder: Path, name: str, as_json: bool, verify: bool) -> None:
 @click.option("--keep", type=click.IntRange(0), required=True, help="How many usable ones stay.")
 @click.pass_obj
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest usable snapshots."""
+    """Remove all but the newest usable snapshots, and flat weights that none needs."""
     for name in Store(folder).prune(keep):
         click.echo(f"removed {name}")
 
 
+def _ask_runner(command: str, arguments: tuple[str, ...]) -> NoReturn:
+    """The engine is the runner's, so that its own command does it."""
+    try:
+        os.execvp("warmhold", ["warmhold", command, *arguments])  # noqa: S606 - one program, no shell
+    except OSError as error:
+        detail = f"warmhold cannot be started: {error.strerror}"
+        raise SnapshotError("snapshot.no-runner", detail, "use the warmhold image") from error
+
+
 def render(rows: list[Listed]) -> str:
     """Given rows, return them as a table."""
-    table = [("NAME", "STATE", "CREATED", "MIB", "DETAIL")]
+    table = [("NAME", "STATE", "CREATED", "MIB", "WEIGHTS MIB", "DETAIL")]
     for row in rows:
         size = str(row.image_bytes >> 20)
-        table.append((row.name, row.state, row.created[:19] + "Z", size, row.detail))
+        weights = f"{row.weights_bytes >> 20} {row.weights}"
+        table.append((row.name, row.state, row.created[:19] + "Z", size, weights, row.detail))
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -2,12 +2,12 @@
 """Makes a snapshot of a running engine, which goes on serving, whatever happens here.
 
 In this order: rights, scan, hold, canary, quiesce, scan, dump, resume; then, with the engine
-serving again, checksums, manifest, rename. The engine is the caller's: this module only says when
-it is to do what.
+serving again, flat weights, checksums, manifest, rename. The engine is the caller's: this module
+only says when it is to do what.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from .artifact import IMAGES, Draft, Store, describe_files
 from .checksum import Progress
 from .clock import Clock
 from .errors import SnapshotError
+from .flat import Weights
 from .manifest import FORMAT, ImageFile, Manifest
 from .mark import utc_now
 from .pids import Process, read_tree
@@ -65,12 +66,14 @@ class Limits:
 @dataclass(frozen=True)
 class Report:
     """What was made. `pause_s` is from the call of hold to the end of resume, `frozen_s` the part
-    in which no process ran; `timings` has each step. Bytes are of image files."""
+    in which no process ran; `timings` has each step. Bytes are of image files, `weights_bytes` of
+    the flat files."""
 
     path: Path
     pause_s: float
     frozen_s: float
     image_bytes: int
+    weights_bytes: int
     bytes_by_kind: Mapping[str, int]
     bytes_by_process: Mapping[int, int]
     timings: Mapping[str, float]
@@ -94,6 +97,7 @@ def create(
     identity: Mapping[str, str],
     *,
     notes: Mapping[str, str] | None = None,
+    weights: Sequence[Weights] = (),
     other_uid: bool = False,
     limits: Limits = Limits(),
     progress: Progress | None = None,
@@ -103,12 +107,15 @@ def create(
 
     Raise SnapshotError; the engine then runs and was resumed, and there is no artifact. The one
     exception is the code `snapshot.resume`: the engine could not be resumed and has to be started
-    anew. `notes` are kept in the manifest. `progress` follows the checksums.
+    anew. `notes` are kept in the manifest, `weights` in flat files. `progress` follows the
+    checksums.
     """
     clock = Clock()
     with clock.step("check"):
         points = check.read_found(store.folder)
-        check.require(check.conclude(points, check.estimate_bytes(root_pid), other_uid))
+        needed = check.estimate_bytes(root_pid)
+        needed += sum(item.size_bytes for item in weights if not store.flat.holds(item))
+        check.require(check.conclude(points, needed, other_uid))
         before = scan(root_pid, limits.ghost_bytes)
         before_quiesce = [item for item in before.offenders if item.kind not in _GIVEN_BACK]
         Scan(tuple(before_quiesce)).require_clean("at all")
@@ -126,6 +133,11 @@ def create(
             with clock.step("dump"):
                 findings, outcome = _dump(root_pid, draft, limits)
         pause_s = time.monotonic() - began
+        # Not before: until it is resumed the engine counts as not ready, and these are many bytes.
+        # Their room was checked, and a dump that fails has then not cost them.
+        with clock.step("weights"):
+            for item in weights:
+                store.flat.write(item)
         with clock.step("checksums"):
             files = describe_files(draft.folder, progress)
         statistics = criu.parse_statistics(outcome.output)
@@ -146,6 +158,7 @@ def create(
             timings={**clock.timings, "pause": pause_s},
             canary=canary,
             notes=dict(notes or {}),
+            weights={item.id: item.size_bytes for item in weights},
         )
         with clock.step("publish"):
             path = store.publish(draft, manifest)
@@ -154,6 +167,7 @@ def create(
         pause_s=pause_s,
         frozen_s=statistics.get("Frozen time", 0) / 1e6,
         image_bytes=manifest.image_bytes,
+        weights_bytes=sum(manifest.weights.values()),
         bytes_by_kind=manifest.bytes_by_kind,
         bytes_by_process=manifest.bytes_by_process,
         timings=clock.timings,

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a snapshot is not made, not used or not believed; every error has a dotted code.
 
-Anywhere: snapshot.criu-absent, snapshot.timeout (criu outlasted its limit), snapshot.sockets (the
-kernel does not tell peers), snapshot.no-process, snapshot.disk, snapshot.busy (a lock is held),
-snapshot.key (the key file), snapshot.name, snapshot.absent, snapshot.damaged.
+Anywhere: snapshot.criu-absent, snapshot.criu (it failed), snapshot.timeout (it outlasted its
+limit), snapshot.sockets (the kernel does not tell peers), snapshot.no-process, snapshot.disk,
+snapshot.busy (a lock is held), snapshot.key (the key file), snapshot.name, snapshot.absent,
+snapshot.damaged; snapshot.weights-absent, snapshot.weights-damaged (a flat file);
+snapshot.no-runner (the command line).
 Create: snapshot.rights (check found something missing), snapshot.fds (what CRIU cannot take along),
 snapshot.engine (it could not be held, asked or quiesced), snapshot.dump, snapshot.resume (the
 engine has to be started anew).

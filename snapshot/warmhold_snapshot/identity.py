@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must be equal for a snapshot to be right: collected as names and texts, compared one by one.
 
-The caller gives what only it knows (versions, arguments, environment, secrets, the weights' key);
-machine, kernel and criu are read here. Secrets are kept as HMACs under a key file of the state
-volume, so that a changed, added or removed one is seen and none can be read.
+The caller gives what only it knows (versions, arguments, environment, files, secrets, the weights'
+key); machine, kernel and criu are read here. Secrets, and what files contain, are kept as HMACs
+under a key file of the state volume, so that a changed, added or removed one is seen and none can
+be read.
 """
 
 import hashlib
@@ -12,17 +13,21 @@ import json
 import os
 import secrets as random
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from .errors import SnapshotError
 from .pids import PROC
 
 KEY_BYTES = 32
 ABSENT = "absent"
-_FLAGS = "cpu_flags"
+SECRETS, FILES, SERVED = "secret.", "files.", "served"
+_FLAGS, _PACKAGES = "cpu_flags", "packages"
+_SETS = (_FLAGS, _PACKAGES, SERVED, FILES)  # fields that are words, in the order of their names
 _SHOWN = 60
+_DIGITS = 16  # of a file's digest: enough to see that it changed
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,10 @@ class Difference:
 
     def line(self) -> str:
         """Return it as one line; of sets only what differs, of long texts only their beginnings."""
-        if self.field == _FLAGS:
+        if self.field.startswith(_SETS) and ABSENT not in (self.then, self.now):
             then, now = set(self.then.split()), set(self.now.split())
-            changed = [f"-{flag}" for flag in sorted(then - now)]
-            changed += [f"+{flag}" for flag in sorted(now - then)]
+            changed = [f"-{word}" for word in sorted(then - now)]
+            changed += [f"+{word}" for word in sorted(now - then)]
             return f"{self.field}: {' '.join(changed)}"
         return f"{self.field}: {_short(self.then)} then, {_short(self.now)} now"
 
@@ -50,14 +55,19 @@ def collect_identity(
     versions: Mapping[str, str],
     argv: Sequence[str],
     environment: Mapping[str, str],
+    files: Mapping[str, Mapping[str, str]],
+    packages: Iterable[str],
     secrets: Mapping[str, str],
+    served: Iterable[str],
     weights: str,
     proc: Path = PROC,
 ) -> dict[str, str]:
     """Given what the caller knows, return the identity as field -> text.
 
-    `versions` are any names with their texts (build id, vllm, torch, driver). `secrets` are by
-    name; where the value of one occurs in `argv` or `environment` its name stands in for it.
+    `versions` are any names with their texts (build id, vllm, torch, driver). `files` are by what
+    names them, each a mapping from path to version. `packages` are installed, `served` is what
+    clients may ask for. `secrets` are by name; where the value of one occurs in `argv` or
+    `environment` its name stands in for it.
     """
     uname = os.uname()
     cpu, flags = read_cpu(proc)
@@ -70,10 +80,30 @@ def collect_identity(
         "criu": criu_version,
         "argv": json.dumps([_mask(argument, secrets) for argument in argv]),
         "weights": weights,
+        _PACKAGES: _join(packages),
+        **collect_revoking(key, secrets, files, served),
     }
     fields |= {f"version.{name}": text for name, text in versions.items()}
     fields |= {f"environment.{name}": _mask(text, secrets) for name, text in environment.items()}
-    fields |= {f"secret.{name}": digest(key, f"{name}={text}") for name, text in secrets.items()}
+    return fields
+
+
+def collect_revoking(
+    key: bytes,
+    secrets: Mapping[str, str],
+    files: Mapping[str, Mapping[str, str]],
+    served: Iterable[str],
+) -> dict[str, str]:
+    """Given the same, return the fields of secrets, files and what is served: all that it takes to
+    tell whether an artifact has been revoked."""
+    fields = {f"{SECRETS}{name}": digest(key, f"{name}={text}") for name, text in secrets.items()}
+    fields |= {
+        f"{FILES}{name}": _join(
+            f"{quote(path)}:{digest(key, version)[:_DIGITS]}" for path, version in found.items()
+        )
+        for name, found in files.items()
+    }
+    fields[SERVED] = _join(quote(name) for name in served)
     return fields
 
 
@@ -156,6 +186,10 @@ def _make_key(path: Path) -> bytes:
         detail = f"{path} cannot be made: {error.strerror}"
         raise SnapshotError("snapshot.key", detail, "mount a writable state volume") from error
     return read_key(path)
+
+
+def _join(words: Iterable[str]) -> str:
+    return " ".join(sorted(words))
 
 
 def _mask(text: str, secrets: Mapping[str, str]) -> str:

@@ -30,8 +30,9 @@ class ImageFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An artifact. `stdio` are the inodes of the pipes that stdout and stderr went to, `listeners`
-    (address, port) of TCP, `open_files` what must be there with the same size; `canary` and `notes`
-    are the caller's; times in seconds, `created` in UTC."""
+    (address, port) of TCP, `open_files` what must be there with the same size; `weights` are the
+    flat files that it refers to, id to bytes; `canary` and `notes` are the caller's; times in
+    seconds, `created` in UTC."""
 
     format: int
     name: str
@@ -49,6 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     timings: dict[str, float]
     canary: Any = None
     notes: dict[str, str] = {}
+    weights: dict[str, int] = {}
 
     @property
     def root_pid(self) -> int:

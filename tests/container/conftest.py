@@ -5,6 +5,7 @@ Every start of the real engine is counted from the containers' own logs, printed
 bounded by `test_zz_budget.py`.
 """
 
+import json
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from box import KILLS, REAL_STARTS, Box, RealStack
+from box import EAGER, KILLS, REAL_STARTS, Box, RealStack
 from stack import ROOT, free_port
 from testcontainers.compose import DockerCompose
 
@@ -58,6 +59,7 @@ def compose_stack(
         "COMPOSE_PROJECT_NAME": name,
         "WARMHOLD_PORT": str(port),
         "WARMHOLD_KV_CACHE_GIB": "1",
+        "WARMHOLD_SNAPSHOT": "manual",  # none that comes while a test looks at something else
         **environment,
     }
     # A file, because variables of this process would reach every other stack too.
@@ -82,6 +84,16 @@ def real(engine: DockerClient, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """The default: `docker compose up --wait` with the demo model, compiled, from empty caches."""
     folder = tmp_path_factory.mktemp("real")
     yield from compose_stack(engine, "warmhold-test", folder, ["compose.yaml"], {})
+
+
+@pytest.fixture(scope="session")
+def eager(engine: DockerClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
+    """With all rights and without compilation, for snapshots."""
+    folder = tmp_path_factory.mktemp("eager")
+    override = folder / "override.yaml"
+    override.write_text(json.dumps({"services": {"warmhold": {"command": EAGER}}}))
+    files = ["compose.yaml", str(override)]
+    yield from compose_stack(engine, "warmhold-eager", folder, files, {"HF_TOKEN": "hf_secret42"})
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ def test_the_first_start_publishes_its_weights(real: RealStack) -> None:
     status = real.wait_ready()
     assert status["mode"] == "disk"
     codes = [item["code"] for item in status["rejections"]]
-    assert codes == ["snapshot.unsupported", "ipc_cache.absent"]
+    assert codes == ["snapshot.absent", "ipc_cache.absent"]
     (row,) = real.vault()
     assert status["weights"]["published"] == [row["id"]]
     assert row["bytes"] > 250 << 20
@@ -189,6 +189,17 @@ def test_the_demo_weights_are_a_plain_checkpoint(real: RealStack, tmp_path: Path
         assert weights.get_slice("model.embed_tokens.weight").get_dtype() == "BF16"
     assert shape == [49152, 576]
     assert len([name for name in names if name.endswith(".mlp.down_proj.weight")]) == 30
+
+
+def test_a_compiled_engine_is_snapshotted_and_comes_back(real: RealStack) -> None:
+    before = real.wait_ready()
+    code, text = real.run("snapshot", "create")
+    assert code == 0, text
+    assert real.run("kill", "-9", str(find(real, "front")))[0] == 0
+    status = real.wait_ready(starts=before["starts"] + 1)
+    assert status["mode"] == "snapshot"
+    assert real.answers() == FROM_DISK
+    assert real.bad_lines() != []  # the kill
 
 
 def test_stop_drains_and_ends_with_0(real: RealStack) -> None:

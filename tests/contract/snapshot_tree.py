@@ -83,7 +83,7 @@ class Course:
     def try_makers_that_fail(self) -> None:
         """The engine goes on each time, and no artifact is seen."""
         crowded = Store(SMALL / "snapshots")
-        with refused("too little room", "snapshot.rights", "disk"):
+        with refused("too little room", "snapshot.disk", "disk"):
             create(self.root, self.engine, crowded, "one", self.who)
         check.estimate_bytes, estimate = lambda *_: 0, check.estimate_bytes
         with refused("the disk is full during the dump", "snapshot.dump"):

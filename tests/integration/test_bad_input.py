@@ -36,7 +36,7 @@ def test_all_faults_come_at_once(make_stack: MakeStack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "code"), [("snapshot", "snapshot.unsupported"), ("ipc_cache", "ipc_cache.absent")]
+    ("mode", "code"), [("snapshot", "snapshot.absent"), ("ipc_cache", "ipc_cache.absent")]
 )
 def test_a_named_mode_that_is_unavailable(make_stack: MakeStack, mode: str, code: str) -> None:
     stack = make_stack(WARMHOLD_MODE=mode)

@@ -29,7 +29,7 @@ def test_a_healthy_boot_says_so_once_and_nothing_else(make_stack: MakeStack) -> 
     assert text.count("READY") == 1
     assert bad_lines(text) == []
     assert text.index("settings mode=auto") < text.index("mode rejected") < text.index("READY")
-    assert "code=snapshot.unsupported" in text
+    assert "code=snapshot.absent" in text
     assert "code=ipc_cache." in text
     assert "unaccounted_s=" in text
     status = stack.wait_ready()
@@ -244,7 +244,7 @@ def test_metrics_port_only_when_asked(make_stack: MakeStack) -> None:
             return ""
 
     assert "warmhold_engine_ready 1" in eventually(scrape, "the metrics server")
-    assert 'warmhold_mode_rejected{mode="snapshot",code="snapshot.unsupported"} 1' in scrape()
+    assert 'warmhold_mode_rejected{mode="snapshot",code="snapshot.absent"} 1' in scrape()
 
 
 def test_the_api_key_is_used_and_never_shown(make_stack: MakeStack, tmp_path: Path) -> None:

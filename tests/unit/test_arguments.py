@@ -34,6 +34,41 @@ def faults(*command: str, extra: str = "") -> list[Fault]:
 
 
 @pytest.mark.parametrize(
+    ("argv", "count"),
+    [
+        ([], 1),
+        (["--api-server-count", "4"], 4),
+        (["-asc", "0"], 1),
+        (["-asc", "x"], 1),
+        (["-dp", "2"], 2),
+        (["--data_parallel_size=2", "--api_server_count=1"], 1),
+        (["-tp", "2"], 1),
+    ],
+)
+def test_api_servers(argv: list[str], count: int) -> None:
+    assert arguments(*argv).api_server_count == count
+
+
+@pytest.mark.parametrize(
+    ("argv", "elsewhere"),
+    [
+        ([], ""),
+        (["--nnodes", "1", "-dp", "2", "-dpl", "2"], ""),
+        (["-n", "2", "-r", "1"], "--nnodes"),
+        (["--headless"], "--headless"),
+        (["-dpn", "0"], "--data-parallel-rank"),
+        (["-dpe"], "--data-parallel-external-lb"),
+        (["-dpm"], "--data-parallel-multi-port-external-lb"),
+        (["-dp", "2", "-dpl", "1"], "--data-parallel-size-local"),
+        (["-dpb", "ray"], "--data-parallel-backend ray"),
+        (["--distributed-executor-backend", "ray"], "--distributed-executor-backend ray"),
+    ],
+)
+def test_what_runs_elsewhere(argv: list[str], elsewhere: str) -> None:
+    assert arguments(*argv).elsewhere == elsewhere
+
+
+@pytest.mark.parametrize(
     ("argv", "values"),
     [
         (["--api-key", "a"], ("a",)),

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from warmhold_entrypoint import cli, commands
+from warmhold_entrypoint import cli, commands, orders
+from warmhold_entrypoint.errors import EntrypointError
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -68,3 +69,23 @@ def test_the_parser_is_not_imported_on_the_way_to_an_engine() -> None:
     loaded = set(result.stdout.split())
     assert "warmhold_entrypoint.engine" in loaded
     assert not {"click", "http.client", "ssl", "torch", "vllm", "yaml"} & loaded
+
+
+@pytest.mark.parametrize(
+    ("code", "create", "restore"),
+    [
+        ("snapshot.rights", 77, 77),
+        ("snapshot.unsupported", 73, 74),
+        ("snapshot.dump", 73, 74),
+        ("ready.no-runner", 75, 75),
+    ],
+)
+def test_how_a_refused_order_ends(
+    code: str, create: int, restore: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = {"ok": False, "code": code, "detail": "why", "remedy": "do"}
+    monkeypatch.setattr(orders, "give_order", lambda *_: refusal)
+    for command, ends_with in (("snapshot-create", create), ("snapshot-restore", restore)):
+        with pytest.raises(EntrypointError) as caught:
+            commands.run_command([command])
+        assert caught.value.exit_code == ends_with

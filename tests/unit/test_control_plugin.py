@@ -82,3 +82,19 @@ async def test_a_path_that_cannot_be_costs_no_engine(
     plugin, _ = await start(make_client())
     assert plugin._task is None
     assert "no control socket at /nowhere/control.sock" in caplog.text
+
+
+@on_loop
+async def test_clients_are_shut_out_and_let_in() -> None:
+    acts: list[str] = []
+    app = SimpleNamespace(state=SimpleNamespace())
+    engine = VllmEngine(make_client(), app)
+    engine.shut_out()
+    await engine.let_in()  # nothing serves yet
+    listener = SimpleNamespace(sockets=[], close=lambda: acts.append("closed"))
+    connection = SimpleNamespace(shutdown=lambda: acts.append("shut down"))
+    app.state.server = SimpleNamespace(
+        servers=[listener], server_state=SimpleNamespace(connections=[connection])
+    )
+    engine.shut_out()
+    assert acts == ["closed", "shut down"]

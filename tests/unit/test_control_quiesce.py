@@ -104,6 +104,7 @@ async def test_a_quiesce_that_fails_is_undone(tmp_path: Path, name: str, end: st
             await stand.engine.held.wait()
             asking.cancel()
             await stand.calm()
+        assert not stand.engine.is_shut_out
         undone = ["warmhold_resume", "unpause"] if name == "warmhold_quiesce" else ["unpause"]
         assert stand.engine.calls == [*HELD_CALLS[: HELD_CALLS.index(name) + 1], *undone]
         assert not stand.gate.is_shut
@@ -164,3 +165,67 @@ async def test_one_at_a_time(tmp_path: Path) -> None:
             assert (await stand.ask(verb=verb, timeout_s=0.01))["code"] == "control.busy"
         stand.engine.release.set()
         assert (await first)["ok"]
+
+
+@on_loop
+async def test_a_held_engine_answers_canaries_and_nobody_else(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stand:
+        stand.gate.enter()
+        asking = stand.ask_soon(verb="hold")
+        while not stand.gate.is_shut:
+            await asyncio.sleep(0)
+        assert not stand.engine.is_shut_out
+        stand.gate.leave()
+        assert (await asking)["quiesced"] is False
+        assert stand.engine.is_shut_out and stand.engine.calls == []
+        assert (await stand.ask(verb="state"))["phase"] == "held"
+        assert (await stand.ask(verb="canary"))["token"] == 7
+        assert stand.gate.is_shut
+        assert (await stand.ask(verb="quiesce"))["quiesced"] is True
+        assert stand.engine.is_shut_out
+        assert (await stand.ask(verb="resume"))["ok"] and not stand.gate.is_shut
+        assert not stand.engine.is_shut_out
+
+
+@on_loop
+async def test_a_held_engine_is_let_go(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stand:
+        assert (await stand.ask(verb="hold"))["ok"]
+        assert (await stand.ask(verb="hold"))["ok"]
+        assert (await stand.ask(verb="resume"))["quiesced"] is False
+        assert stand.engine.calls == [] and not stand.gate.is_shut
+        assert not stand.engine.is_shut_out
+
+
+@pytest.mark.parametrize("end", ["late", "leaves"])
+@on_loop
+async def test_a_hold_that_fails_is_undone(tmp_path: Path, end: str) -> None:
+    async with serving(tmp_path) as stand:
+        stand.gate.enter()
+        if end == "late":
+            assert (await stand.ask(verb="hold", timeout_s=0.01))["code"] == "control.busy"
+        else:
+            asking = stand.ask_soon(verb="hold")
+            while not stand.gate.is_shut:
+                await asyncio.sleep(0)
+            asking.cancel()
+            await stand.calm()
+        assert not stand.gate.is_shut and not stand.engine.is_shut_out
+        assert (await stand.ask(verb="state"))["phase"] == "serving"
+
+
+@on_loop
+async def test_an_engine_without_our_loader_is_not_held(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stand:
+        stand.engine.obstacle = "another loader"
+        assert (await stand.ask(verb="hold"))["code"] == "control.unsupported"
+        assert not stand.gate.is_shut
+
+
+@on_loop
+async def test_the_nonce_is_the_processes_own(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stand:
+        first, again = await stand.ask(verb="state"), await stand.ask(verb="state")
+        assert first["nonce"] == again["nonce"] and len(first["nonce"]) == 32
+    async with serving(tmp_path) as stand:
+        assert (await stand.ask(verb="state"))["nonce"] != first["nonce"]

@@ -5,11 +5,16 @@ import re
 from pathlib import Path
 
 import warmhold_entrypoint
+import warmhold_snapshot
 from readme_tables import fill_in
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PACKAGE = Path(warmhold_entrypoint.__file__).parent
+SOURCES = sorted(
+    path
+    for package in (warmhold_entrypoint, warmhold_snapshot)
+    for path in Path(str(package.__file__)).parent.glob("*.py")
+)
 
 
 def test_the_readme_has_the_tables_of_the_code() -> None:
@@ -19,11 +24,12 @@ def test_the_readme_has_the_tables_of_the_code() -> None:
 def test_every_reason_code_is_in_the_readme() -> None:
     code = re.compile(
         r'"((?:settings|arguments|model|memory|shm|port|rights|mode|ready|usage|bug|snapshot'
-        r'|ipc_cache)\.[a-z-]+)"'
+        r'|ipc_cache)\.[a-z-]*[a-z])"'
     )
-    found = {match for path in PACKAGE.glob("*.py") for match in code.findall(path.read_text())}
-    found = {item for item in found if not re.search(r"\.(json|max|events)$", item)}  # file names
-    texts = [path.read_text() for path in PACKAGE.glob("*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in SOURCES]
+    found = {match for text in texts for match in code.findall(text)}
+    files = re.compile(r"\.(json|max|events|img)$")
+    found = {item for item in found if not files.search(item)}
     found |= {
         f"ipc_cache.{name}" for text in texts for name in re.findall(r'_miss\("([\w-]+)"', text)
     }

@@ -107,3 +107,38 @@ def test_what_was_found_and_what_is_allowed_make_the_cpus() -> None:
     for quota, affinity, cpus in [(None, 4, 4), (0.5, 4, 1), (2.5, 4, 2), (8.0, 4, 4)]:
         found = facts.Facts(**{**fields, "cpu_quota": quota, "cpu_affinity": affinity})  # type: ignore[arg-type]
         assert found.cpus == cpus
+
+
+def install(folder: Path, name: str, points: str = "", record: str = "") -> Path:
+    place = folder / f"{name}.dist-info"
+    place.mkdir(parents=True)
+    (place / "METADATA").write_text("Name: x")
+    if points:
+        (place / "entry_points.txt").write_text(points)
+        (place / "RECORD").write_text(record)
+    return place
+
+
+def test_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site"
+    monkeypatch.setattr(facts.sys, "path", [str(tmp_path / "no.zip"), str(site)])
+    install(site, "torch-2.9")
+    install(site, "tool-1", "[console_scripts]\ntool = tool:main\n", "tool.py,sha256=1,9")
+    plugin = install(
+        site,
+        "plugin-0.1",
+        "[vllm.general_plugins]\nmine = plugin:register\n[vllm.endpoint_plugins]\nend = a:b\n",
+        "plugin.py,sha256=1,9",
+    )
+    (site / "plugin").mkdir()
+    plugins, packages = facts.read_packages()
+    assert plugins == ("mine",)
+    assert [name.partition(":")[0] for name in packages] == ["plugin-0.1", "tool-1", "torch-2.9"]
+    assert [":" in name for name in packages] == [True, False, False]
+    assert facts.read_packages()[1] == packages
+    # The same version, installed anew with other code.
+    (plugin / "RECORD").write_text("plugin.py,sha256=2,9")
+    _, patched = facts.read_packages()
+    assert patched[1:] == packages[1:] and patched[0] != packages[0]
+    install(site, "more-3")
+    assert "more-3" in facts.read_packages()[1]

@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 from warmhold_entrypoint import plan as plan_module
+from warmhold_entrypoint import start
 from warmhold_entrypoint.budget import GIB, MIB, choose_kv_bytes, choose_threads
-from warmhold_entrypoint.command import build_engine_environment, build_fetch_argv
-from warmhold_entrypoint.errors import Fault
+from warmhold_entrypoint.command import (
+    build_engine_environment,
+    build_fetch_argv,
+    inherit_environment,
+)
+from warmhold_entrypoint.errors import Fault, Rejection
 from warmhold_entrypoint.facts import Facts
 from warmhold_entrypoint.model import Model
 from warmhold_entrypoint.plan import Plan, decide
 from warmhold_entrypoint.resident import Vault
 from warmhold_entrypoint.settings import Settings, read_settings
+from warmhold_entrypoint.snapshots import Candidate, Snapshots
 from warmhold_wcache.content import Content, FileVersion
 
 FACTS = Facts(
@@ -29,10 +35,12 @@ FACTS = Facts(
     shm_total_bytes=GIB,
     shm_free_bytes=GIB,
     state_free_bytes=100 * GIB,
+    has_caches=False,
     model=Model("demo", "/opt/warmhold/demo", GIB // 4),
     content=Content("c0", (FileVersion("/opt/warmhold/demo/model.safetensors", 9, 1, 1, 1),)),
     vault=Vault(),
     plugins=("lora", "warmhold"),
+    packages=("vllm-0.32.0",),
     cache_dir="/state/cache/b1-0.32.0-cpu-12345678",
     faults=(),
 )
@@ -79,15 +87,15 @@ def resident(wanted: Settings, **changes: Any) -> Vault:
 @pytest.mark.parametrize(
     ("mode", "warm", "attempts", "rejections", "faults"),
     [
-        ("auto", False, ["disk"], ["snapshot.unsupported", "ipc_cache.absent"], []),
-        ("auto", True, ["ipc_cache", "disk"], ["snapshot.unsupported"], []),
+        ("auto", False, ["disk"], ["snapshot.absent", "ipc_cache.absent"], []),
+        ("auto", True, ["ipc_cache", "disk"], ["snapshot.absent"], []),
         ("disk", True, ["disk"], ["snapshot.not-wanted", "ipc_cache.not-wanted"], []),
         ("ipc_cache", True, ["ipc_cache"], ["snapshot.not-wanted", "disk.not-wanted"], []),
         (
             "snapshot",
             True,
             [],
-            ["snapshot.unsupported", "ipc_cache.not-wanted", "disk.not-wanted"],
+            ["snapshot.absent", "ipc_cache.not-wanted", "disk.not-wanted"],
             ["mode.unavailable"],
         ),
         (
@@ -111,6 +119,96 @@ def test_modes(
     for rejection in plan.rejections:
         assert rejection.code.startswith(f"{rejection.mode}.")
         assert rejection.detail and rejection.remedy
+
+
+FITS = Snapshots("", "one fits", "", "one", {"kernel": "k"})
+
+
+@pytest.mark.parametrize(
+    ("mode", "warm", "attempts"),
+    [
+        ("auto", True, ["snapshot", "ipc_cache", "disk"]),
+        ("auto", False, ["snapshot", "disk"]),
+        ("snapshot", True, ["snapshot"]),
+        ("ipc_cache", True, ["ipc_cache"]),
+        ("disk", True, ["disk"]),
+    ],
+)
+def test_a_snapshot_that_fits_comes_first(mode: str, warm: bool, attempts: list[str]) -> None:
+    vault = resident(settings()) if warm else Vault()
+    plan = decide(settings(MODE=mode), facts(vault=vault, snapshots=FITS))
+    assert [attempt.mode for attempt in plan.attempts] == attempts
+    assert [item.snapshot for item in plan.attempts if item.snapshot] == ["one"] * (
+        "snapshot" in attempts
+    )
+    assert codes(plan) == []
+
+
+@pytest.mark.parametrize(
+    ("user", "added", "kept"),
+    [
+        ({}, {"HF_HUB_OFFLINE": "1"}, False),
+        ({}, {}, True),
+        ({"HF_HUB_OFFLINE": "true"}, {}, False),
+        ({"HF_HUB_OFFLINE": "On"}, {}, False),
+        ({"TRANSFORMERS_OFFLINE": "yes"}, {}, False),
+        ({"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "1"}, {}, True),
+    ],
+)
+def test_the_hubs_token_is_only_for_downloads(
+    user: dict[str, str], added: dict[str, str], kept: bool
+) -> None:
+    environ = {"HF_TOKEN": "hf_1", "HUGGING_FACE_HUB_TOKEN": "hf_2", "PATH": "/bin", **user}
+    wanted, _, _ = read_settings(environ, ())
+    found = inherit_environment(wanted, added)
+    assert ({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= set(found)) is kept
+    assert ("HF_TOKEN" in found) is kept and found["PATH"] == "/bin"
+
+
+@pytest.mark.parametrize("own", [["--hf-token", "hf_1"], ["--hf_token=hf_1"], ["--hf-token"]])
+def test_the_hubs_token_is_in_no_argv_of_an_engine_that_downloads_nothing(own: list[str]) -> None:
+    plan = decide(settings(*own, "--seed", "1"), FACTS)
+    assert "hf_1" not in repr(plan)
+    assert options(plan)["--seed"] == "1"
+    assert not any(item.startswith(("--hf-token", "--hf_token")) for item in plan.attempts[0].argv)
+    online, _, _ = read_settings({"HF_HUB_OFFLINE": "0"}, own)
+    asked = decide(online, FACTS)
+    assert tuple(own) == asked.attempts[0].argv[3 : 3 + len(own)]
+    assert "hf_1" not in asked.to_json()
+
+
+def test_a_download_has_the_token_of_the_arguments() -> None:
+    missing = facts(model=Model("o/n", None, 0))
+    wanted = settings("--hf-token", "hf_1", MODEL="o/n")
+    added = decide(wanted, missing).environment
+    assert inherit_environment(wanted, added)["HF_TOKEN"] == "hf_1"
+    fetched = decide(wanted, facts(model=Model("o/n", "/models/x", 0))).environment
+    assert "HF_TOKEN" not in inherit_environment(wanted, fetched)
+
+
+@pytest.mark.parametrize(("value", "offline"), [("", "1"), ("0", "0"), ("true", "true")])
+def test_an_empty_variable_does_not_send_an_engine_online(value: str, offline: str) -> None:
+    wanted, _, _ = read_settings({"HF_HUB_OFFLINE": value}, ())
+    environment = inherit_environment(wanted, build_engine_environment(wanted, FACTS))
+    assert environment["HF_HUB_OFFLINE"] == offline
+
+
+def test_why_no_snapshot_is_told_as_it_was_found() -> None:
+    found = Snapshots("snapshot.identity-mismatch", "kernel", "create one")
+    plan = decide(settings(), facts(snapshots=found))
+    assert plan.rejections[0] == Rejection("snapshot", found.code, "kernel", "create one")
+
+
+def test_the_users_own_loader_is_tried_once_after_a_snapshot() -> None:
+    wanted = settings("--load-format", "ipc_cache")
+    plan = decide(wanted, facts(vault=resident(wanted), snapshots=FITS))
+    assert [attempt.mode for attempt in plan.attempts] == ["snapshot", "ipc_cache"]
+
+
+def test_a_mode_that_failed_comes_first_among_the_reasons() -> None:
+    plan = decide(settings(), FACTS)
+    failed = Rejection("snapshot", "snapshot.canary", "why", "do")
+    assert plan.reject(failed).rejections == (failed, *plan.rejections)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +262,7 @@ def test_what_changes_no_weights_is_no_mismatch() -> None:
 
 def test_a_named_mode_fails_with_its_own_reason() -> None:
     (fault,) = decide(settings(MODE="snapshot"), FACTS).faults
-    assert fault.detail.startswith("snapshot: snapshot.unsupported: ")
+    assert fault.detail.startswith("snapshot: snapshot.absent: ")
 
 
 @pytest.mark.parametrize(
@@ -499,3 +597,61 @@ def test_decide_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(variable, "disk")
     assert decide(settings(), FACTS) == decide(settings(), FACTS)
     assert not hasattr(plan_module, "os")
+
+
+# What snapshots are compared with
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Candidate]:
+    """Every engine that was asked about; no machine is looked at."""
+    seen: list[Candidate] = []
+
+    def note(_: Settings, candidate: Candidate, *rest: Any) -> Snapshots:
+        seen.append(candidate)
+        return Snapshots()
+
+    monkeypatch.setattr(start, "read_snapshots", note)
+    return seen
+
+
+def make_plan(monkeypatch: pytest.MonkeyPatch, found: Facts, **variables: str) -> None:
+    monkeypatch.setattr(start, "read_facts", lambda _: found)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"WARMHOLD_{name}", value)
+    start.make_plan([])
+
+
+@pytest.mark.parametrize(
+    ("changes", "variables", "field"),
+    [
+        ({"cpu_quota": 2.0}, {}, "cpus"),
+        ({"cpu_affinity": 4}, {}, "cpus"),
+        ({"numa_nodes": 2}, {}, "cpus"),
+        ({"memory_limit_bytes": 16 * GIB}, {}, "memory"),
+        ({}, {"KV_CACHE_GIB": "1"}, "kv_cache_gib"),
+        ({}, {"ENGINE_UID": "0"}, "uid"),
+        ({"build_id": "b2"}, {}, "build"),
+        ({"vllm_version": "0.33.0"}, {}, "vllm"),
+    ],
+)
+def test_what_shapes_an_engine_is_told(
+    seen: list[Candidate],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    variables: dict[str, str],
+    field: str,
+) -> None:
+    make_plan(monkeypatch, FACTS)
+    make_plan(monkeypatch, facts(**changes), **variables)
+    before, after = (candidate.versions for candidate in seen)
+    assert {name for name in after if before.get(name) != after[name]} == {field}
+
+
+def test_what_is_installed_and_where_the_model_lies_is_told(
+    seen: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_plan(monkeypatch, facts(packages=("torch-2.9",)))
+    assert (seen[0].packages, seen[0].model_directory) == (("torch-2.9",), "/opt/warmhold/demo")
+    assert seen[0].argv[:3] == ("vllm", "serve", "/opt/warmhold/demo")
+    assert seen[0].environment["HF_HUB_OFFLINE"] == "1"

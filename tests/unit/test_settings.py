@@ -204,6 +204,8 @@ def test_kubernetes_service_variables_are_harmless() -> None:
 )
 def test_offline_as_hugging_face_spells_it(value: str, offline: bool) -> None:
     assert read(HF_HUB_OFFLINE=value).offline is offline
+    assert read(TRANSFORMERS_OFFLINE=value).offline is offline
+    assert read(HF_HUB_OFFLINE="0", TRANSFORMERS_OFFLINE=value).offline is False
 
 
 def test_the_model_among_the_arguments_wins() -> None:

@@ -4,7 +4,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from warmhold_snapshot import checksum, cli, images, manifest
 from warmhold_snapshot.artifact import Store, describe_files
 from warmhold_snapshot.errors import SnapshotError
+from warmhold_snapshot.flat import Weights
 from warmhold_snapshot.manifest import FORMAT, Manifest
 from warmhold_snapshot.mark import clear_mark, read_mark, write_mark
 from warmhold_snapshot.pids import Process
@@ -30,11 +31,18 @@ CONTENT = {
 }
 
 
-def make(store: Store, name: str = "one", created: str = "2026-01-01T00:00:00Z") -> Manifest:
+def make(
+    store: Store,
+    name: str = "one",
+    created: str = "2026-01-01T00:00:00Z",
+    weights: Sequence[Weights] = (),
+) -> Manifest:
     with store.draft(name) as draft:
         for path, content in CONTENT.items():
             (draft.folder / path).write_bytes(content)
         files = describe_files(draft.folder)
+        for item in weights:
+            store.flat.write(item)
         made = Manifest(
             format=FORMAT,
             name=name,
@@ -52,6 +60,7 @@ def make(store: Store, name: str = "one", created: str = "2026-01-01T00:00:00Z")
             timings={"pause": 1.5},
             canary=[{"tokens": [1, 2]}],
             notes={"weights": "w"},
+            weights={item.id: item.size_bytes for item in weights},
         )
         store.publish(draft, made)
     return made
@@ -290,6 +299,8 @@ def test_prune_keeps_the_newest_usable(store: Store) -> None:
     with store.using("day-1"):
         assert sorted(store.prune(1)) == ["day-2", "day-4", "day-5"]
     assert store.names() == ["day-1", "day-3"]
+    assert store.prune(0, prefix="day-3") == ["day-3"]
+    make(store, "day-3", "2026-01-03T00:00:00Z")
     assert store.prune(0) == ["day-3", "day-1"]
 
 
@@ -306,6 +317,61 @@ def test_a_link_is_no_artifact(store: Store, tmp_path: Path) -> None:
     (store.folder / "linked").symlink_to(tmp_path / "elsewhere")
     assert store.names() == [] and store.prune(0) == []
     assert (tmp_path / "elsewhere").exists()
+
+
+# Flat weights
+
+
+@pytest.fixture
+def weights() -> Iterator[Weights]:
+    fd = os.memfd_create("weights")
+    os.pwrite(fd, os.urandom(2 << 20), 0)
+    yield Weights("0123456789abcdef", b"{}", ((fd, 2 << 20),))
+    os.close(fd)
+
+
+def test_flat_weights_go_with_the_last_that_needs_them(store: Store, weights: Weights) -> None:
+    make(store, "a", "2026-01-01T00:00:00Z", [weights])
+    make(store, "b", "2026-01-02T00:00:00Z", [weights])
+    make(store, "c", "2026-01-03T00:00:00Z")
+    assert [row.weights for row in store.rows()] == ["none", "flat", "flat"]
+    assert store.prune(2) == ["a"] and store.flat.holds(weights)
+    store.remove("b")
+    assert not store.flat.holds(weights)
+    store.flat.write(weights)  # as a maker that was killed leaves it
+    assert store.prune(1) == [] and not store.flat.holds(weights)
+
+
+def test_flat_weights_of_what_is_being_made_stay(store: Store, weights: Weights) -> None:
+    make(store, "old")
+    with store.draft("one"):
+        store.flat.write(weights)
+        store.remove("old")
+        assert store.prune(0) == [] and store.flat.holds(weights)
+    assert not store.flat.holds(weights), "it was not made"
+
+
+@pytest.mark.parametrize("damage", ["", "remove", "cut", "flip"])
+def test_list_and_inspect_tell_of_flat_weights(store: Store, weights: Weights, damage: str) -> None:
+    make(store, weights=[weights])
+    place = store.flat.folder / weights.id
+    if damage == "remove":
+        place.unlink()
+    elif damage == "cut":
+        os.truncate(place, 1 << 20)
+    elif damage == "flip":
+        with place.open("r+b") as file:
+            file.write(bytes(100))
+    listed = json.loads(run(store, "list", "--json").output)[0]
+    state = {"": "flat", "flip": "flat", "remove": "absent", "cut": "damaged"}[damage]
+    assert (listed["weights"], listed["weights_bytes"]) == (state, 2 << 20)
+    assert f"2 {state}" in run(store, "list").output
+    for arguments in ([], ["--verify"]):
+        shown = run(store, "inspect", "one", *arguments)
+        if damage == "cut" or (damage == "flip" and arguments):
+            assert shown.exception.code == "snapshot.weights-damaged"
+        else:
+            assert f"weights   {state}: 2.0 MiB in {weights.id}" in shown.output
 
 
 # Checksums
@@ -346,13 +412,26 @@ def run(store: Store, *arguments: str) -> Any:
     return CliRunner().invoke(cli.cli, ["--folder", str(store.folder), *arguments])
 
 
+def test_the_commands_look_where_the_state_is(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(store)
+    monkeypatch.setenv("WARMHOLD_STATE_DIR", str(store.folder.parent))
+    assert "one" in CliRunner().invoke(cli.cli, ["list"]).output
+    assert "kernel=k" in CliRunner().invoke(cli.cli, ["inspect", "one"]).output
+    assert "removed one" in CliRunner().invoke(cli.cli, ["prune", "--keep", "0"]).output
+    assert store.names() == []
+    elsewhere = str(store.folder / "empty")
+    assert "one" not in CliRunner().invoke(cli.cli, ["--folder", elsewhere, "list"]).output
+
+
 def test_the_commands(store: Store) -> None:
     make(store)
     assert "one   usable" in run(store, "list").output
     assert json.loads(run(store, "list", "--json").output)[0]["name"] == "one"
     shown = run(store, "inspect", "one", "--verify")
     assert shown.exit_code == 0 and "every byte as written" in shown.output
-    assert "3001 vllm" in shown.output
+    assert "3001 vllm" in shown.output and "in no flat file" in shown.output
     assert json.loads(run(store, "inspect", "one", "--json").output)["manifest"]["name"] == "one"
     assert run(store, "prune", "--keep", "0").output == "removed one\n"
 

@@ -59,7 +59,8 @@ def test_each_missing(found: Found, name: str, remedy: str) -> None:
     assert remedy in point.remedy
     with pytest.raises(SnapshotError) as caught:
         check.require(points)
-    assert caught.value.code == "snapshot.rights" and remedy in caught.value.remedy
+    assert caught.value.code == ("snapshot.disk" if name == "disk" else "snapshot.rights")
+    assert remedy in caught.value.remedy
 
 
 def test_another_uid_needs_one_more() -> None:

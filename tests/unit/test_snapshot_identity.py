@@ -16,7 +16,10 @@ GIVEN: dict[str, Any] = {
     "versions": {"build": "b1", "vllm": "0.33.0"},
     "argv": ["vllm", "serve", "m", "--api-key", "sk-1"],
     "environment": {"VLLM_X": "1", "URL": "http://sk-1@host"},
+    "files": {"model": {"config.json": "sha256 1", "a b.json": "sha256 2"}},
+    "packages": ["vllm-0.33.0", "torch-2.9"],
     "secrets": {"VLLM_API_KEY": "sk-1"},
+    "served": ["demo"],
     "weights": "w1",
 }
 
@@ -45,7 +48,13 @@ def test_equal() -> None:
         ({"environment": {**GIVEN["environment"], "VLLM_X": "2"}}, ["environment.VLLM_X"]),
         ({"environment": {"URL": "http://sk-1@host"}}, ["environment.VLLM_X"]),
         ({"weights": "w2"}, ["weights"]),
-        ({"key": bytes([1] * 32)}, ["secret.VLLM_API_KEY"]),
+        ({"files": {"model": {**GIVEN["files"]["model"], "config.json": "n"}}}, ["files.model"]),
+        ({"files": {**GIVEN["files"], "config": {"/c": "sha256 1"}}}, ["files.config"]),
+        ({"files": {}}, ["files.model"]),
+        ({"packages": ["vllm-0.33.0"]}, ["packages"]),
+        ({"packages": reversed(GIVEN["packages"])}, []),
+        ({"served": ["demo", "other"]}, ["served"]),
+        ({"key": bytes([1] * 32)}, ["files.model", "secret.VLLM_API_KEY"]),
         ({"secrets": {**GIVEN["secrets"], "HF_TOKEN": "hf_abc"}}, ["secret.HF_TOKEN"]),
     ],
 )
@@ -72,6 +81,29 @@ def test_the_machine_is_part_of_it(tmp_path: Path) -> None:
 def test_cpu_flags_show_only_what_differs() -> None:
     (item,) = identity.compare({"cpu_flags": "a b c"}, {"cpu_flags": "a c d"})
     assert item.line() == "cpu_flags: -b +d"
+
+
+def test_of_files_only_those_that_differ_are_shown() -> None:
+    changed = {"model": {"config.json": "sha256 3", "a b.json": "sha256 2"}}
+    (item,) = identity.compare(collect(), collect(files=changed))
+    assert [word.partition(":")[0] for word in item.line().split()] == [
+        *("files.model", "-config.json", "+config.json")
+    ]
+    (item,) = identity.compare(collect(files={}), collect())
+    assert item.line().startswith("files.model: absent then, a%20b.json:")
+
+
+def test_what_files_contain_cannot_be_told_from_it() -> None:
+    """A file may hold a key of few bytes, whose digest could be found by trying."""
+    assert "sha256 1" not in json.dumps(collect())
+    assert collect(key=bytes([1] * 32))["files.model"] != collect()["files.model"]
+
+
+def test_what_revokes_is_a_part_of_it() -> None:
+    given = (KEY, GIVEN["secrets"], GIVEN["files"], GIVEN["served"])
+    part = identity.collect_revoking(*given)
+    assert set(part) == {"secret.VLLM_API_KEY", "files.model", "served"}
+    assert part.items() <= collect().items()
 
 
 def test_absent_fields_are_called_so() -> None:

@@ -2,7 +2,7 @@
 """The runner's table of states, and its patience between starts."""
 
 import pytest
-from warmhold_entrypoint.engine import back_off_s
+from warmhold_entrypoint.retries import Retries, back_off_s
 from warmhold_entrypoint.states import EDGES, State
 
 FINAL = {State.STOPPED, State.FAILED}
@@ -34,8 +34,14 @@ def test_the_last_states_are_final() -> None:
     assert {state for state, edges in EDGES.items() if not edges} == FINAL
 
 
-def test_serving_is_reached_by_trying_only() -> None:
-    assert {state for state, edges in EDGES.items() if State.SERVING in edges} == {State.TRYING}
+def test_serving_is_reached_by_trying_and_after_a_snapshot() -> None:
+    before = {state for state, edges in EDGES.items() if State.SERVING in edges}
+    assert before == {State.TRYING, State.SNAPSHOTTING}
+
+
+def test_a_snapshot_is_made_of_a_serving_engine_only() -> None:
+    before = {state for state, edges in EDGES.items() if State.SNAPSHOTTING in edges}
+    assert before == {State.SERVING}
 
 
 @pytest.mark.parametrize("state", sorted(set(State) - FINAL))
@@ -53,3 +59,25 @@ def test_states_are_written_as_their_names() -> None:
 )
 def test_back_off_grows_up_to_a_minute(failures: int, wait_s: float) -> None:
     assert back_off_s(failures) == wait_s
+
+
+def test_engines_that_end_by_themselves_again_and_again() -> None:
+    retries = Retries(max_failures=3)
+    assert [retries.see_crash(1, 5.0) for _ in range(3)] == [False, False, True]
+    assert retries.wait_s == 2.0
+    assert not retries.see_crash(1, 100.0), "it served for long"
+    assert retries.wait_s == 0.0
+
+
+def test_killed_engines_only_slow_the_next_start() -> None:
+    retries = Retries(max_failures=3)
+    assert not any(retries.see_crash(137, 5.0) for _ in range(9))
+    assert retries.wait_s == 60.0
+
+
+def test_starts_that_fail() -> None:
+    retries = Retries(max_failures=2)
+    assert not retries.see_failed_start(1)
+    retries.see_serving()
+    assert [retries.see_failed_start(1) for _ in range(2)] == [False, True]
+    assert Retries(max_failures=9).see_failed_start(127)

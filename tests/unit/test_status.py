@@ -27,7 +27,7 @@ FULL: Status = {
     "mode": "disk",
     "phase": None,
     "rejections": [
-        {"mode": "snapshot", "code": "snapshot.unsupported", "detail": "why", "remedy": "do"},
+        {"mode": "snapshot", "code": "snapshot.absent", "detail": "why", "remedy": "do"},
         {"mode": "ipc_cache", "code": "ipc_cache.unsupported", "detail": "why", "remedy": "do"},
     ],
     "weights": {
@@ -91,7 +91,7 @@ def test_metrics_of_a_serving_engine() -> None:
         "warmhold_engine_crashes_total": 1.0,
         "warmhold_engine_uptime_seconds": 61.5,
         'warmhold_engine_mode{mode="disk"}': 1.0,
-        'warmhold_mode_rejected{mode="snapshot",code="snapshot.unsupported"}': 1.0,
+        'warmhold_mode_rejected{mode="snapshot",code="snapshot.absent"}': 1.0,
         'warmhold_mode_rejected{mode="ipc_cache",code="ipc_cache.unsupported"}': 1.0,
         'warmhold_start_phase_seconds{phase="imports"}': 9.0,
         'warmhold_start_phase_seconds{phase="weights"}': 1.0,
@@ -124,7 +124,7 @@ def rows(status: Status) -> dict[str, str]:
 def test_text_of_a_serving_engine() -> None:
     shown = rows(FULL)
     assert shown["state"] == "SERVING"
-    assert shown["not snapshot"] == "snapshot.unsupported: why"
+    assert shown["not snapshot"] == "snapshot.absent: why"
     assert shown["last exit"] == "137: killed for memory"
     assert shown["starts"] == "3 (1 crashes)"
     assert shown["last start"] == "10.00 s: imports 9.00, weights 1.00, unaccounted 0.00"

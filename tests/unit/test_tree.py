@@ -193,6 +193,13 @@ def test_all_members_are_killed_and_the_root_is_not(root: Root) -> None:
     assert root.poll() is None
 
 
+def test_whatever_is_below_is_killed(root: Root) -> None:
+    assert root.below
+    tree.kill_below(root.pid, 5)
+    assert [pid for pid in root.below if tree.read_process(pid)] == []
+    assert root.poll() is None
+
+
 def test_a_stopped_process_is_killed_too(root: Root) -> None:
     for pid in root.below:
         os.kill(pid, signal.SIGSTOP)

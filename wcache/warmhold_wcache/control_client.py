@@ -47,6 +47,12 @@ class ControlClient:
         more = {} if prompt is None else {"prompt": list(prompt)}
         return self._ask("canary", limit_s, limit_s, logprob=with_logprob, **more)
 
+    def hold(self, drain_s: float = DRAIN_S) -> dict[str, Any]:
+        """Given the drain's limit in seconds, refuse requests with 503, let those that run end, and
+        close the connections that are left; canaries are answered. Return seconds (drain). Raise
+        control.busy or control.unsupported, and requests are then served as before."""
+        return self._ask("hold", drain_s, drain_s)
+
     def quiesce(self, drain_s: float = DRAIN_S) -> dict[str, Any]:
         """Given the drain's limit in seconds, refuse requests with 503, let those that run end, and
         unmap the weights. Return quiesced, seconds (drain, unmap) and workers (a state for each).
@@ -63,9 +69,10 @@ class ControlClient:
         return self._ask("resume", limit_s, limit_s)
 
     def state(self, limit_s: float = STATE_S) -> dict[str, Any]:
-        """Given a limit in seconds, return phase (serving, quiescing or quiesced), quiesced,
-        requests and engine_requests (how many), unsupported (why there can be no quiesce, or "")
-        and workers: for each its generations (id, bytes, segments, mapped) and detached."""
+        """Given a limit in seconds, return phase (serving, quiescing, held or quiesced), quiesced,
+        nonce (a text that only this process and what is restored from it hold), requests and
+        engine_requests (how many), unsupported (why there can be no quiesce, or "") and workers:
+        for each its generations (id, bytes, segments, mapped) and detached."""
         return self._ask("state", limit_s, limit_s)
 
     def _ask(self, verb: str, limit_s: float, longest_s: float, **more: Any) -> dict[str, Any]:

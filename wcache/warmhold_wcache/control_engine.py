@@ -45,6 +45,13 @@ class Engine(Protocol):
     async def abort(self, request_id: str) -> None:
         """End a request; one that is not there is fine."""
 
+    def shut_out(self) -> None:
+        """Accept no client any more, and close the connections on which no request runs. May be
+        repeated."""
+
+    async def let_in(self) -> None:
+        """Accept clients again; nothing where they are accepted."""
+
     async def pause(self) -> None:
         """Begin no request any more, and return when none runs."""
 

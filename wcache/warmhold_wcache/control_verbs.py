@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine does when asked over its control socket: canary, quiesce, resume, state.
+"""What an engine does when asked over its control socket: canary, hold, quiesce, resume, state.
 
 Owns whether the engine is held. A quiesce that does not get through leaves the engine as it was
 before. All belongs to one event loop.
@@ -8,6 +8,7 @@ before. All belongs to one event loop.
 import asyncio
 import logging
 import math
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import StrEnum
@@ -37,12 +38,14 @@ class Phase(StrEnum):
 
     SERVING = "serving"
     QUIESCING = "quiescing"
+    HELD = "held"
     QUIESCED = "quiesced"
 
 
 _EDGES = {
     Phase.SERVING: {Phase.QUIESCING},
-    Phase.QUIESCING: {Phase.QUIESCED, Phase.SERVING},
+    Phase.QUIESCING: {Phase.HELD, Phase.QUIESCED, Phase.SERVING},
+    Phase.HELD: {Phase.QUIESCING, Phase.SERVING},
     Phase.QUIESCED: {Phase.SERVING},
 }
 
@@ -51,6 +54,8 @@ class Control:
     """The verbs, for a control server to call. Limits are in seconds."""
 
     def __init__(self, engine: Engine, gate: Gate) -> None:
+        # Written nowhere: who knows it is this process, or was restored from it.
+        self._nonce = secrets.token_hex(16)
         self._engine = engine
         self._gate = gate
         self._phase = Phase.SERVING
@@ -69,20 +74,22 @@ class Control:
             case "canary":
                 limit_s, with_logprob = read_limit(body, CANARY_S), read_flag(body, "logprob", True)
                 return await self.canary(limit_s, read_prompt(body), with_logprob)
+            case "hold":
+                return await self.hold(read_limit(body, DRAIN_S))
             case "quiesce":
                 return await self.quiesce(read_limit(body, DRAIN_S))
             case "resume":
                 return await self.resume(read_limit(body, RESUME_S))
             case "state":
                 return await self.state(read_limit(body, STATE_S))
-        raise malformed("no such verb; there are canary, quiesce, resume and state")
+        raise malformed("no such verb; there are canary, hold, quiesce, resume, state")
 
     async def canary(
         self, limit_s: float, prompt: Sequence[int] | None, with_logprob: bool
     ) -> Answer:
         """Given a limit and token ids (None: the engine's own), generate one token, and return
         token (its id), text, logprob (None where it is not asked for) and seconds."""
-        if self._phase is not Phase.SERVING:
+        if self._phase not in (Phase.SERVING, Phase.HELD):
             raise ControlError("control.quiesced", f"the engine is {self._phase}", "resume first")
         began = _now()
         self._canaries += 1
@@ -108,6 +115,31 @@ class Control:
             "seconds": _since(began),
         }
 
+    async def hold(self, limit_s: float) -> Answer:
+        """Given a limit, refuse new requests, wait for those that run, close the connections that
+        are left, and accept no more: clients wait until `resume`. Canaries are answered meanwhile.
+        Return seconds (drain).
+
+        Raise control.busy where requests outlast the limit; requests are then served as before.
+        """
+        self._require_support()
+        began = _now()
+        await self._take_lock(began + limit_s)
+        try:
+            if self._phase is Phase.SERVING:
+                self._advance(Phase.QUIESCING, "asked to hold")
+                self._gate.shut()
+                try:
+                    await self._empty(began, limit_s)
+                except BaseException as error:
+                    await self._put_back((), error)
+                    raise
+                self._advance(Phase.HELD, "drained")
+            self._engine.shut_out()
+        finally:
+            self._lock.release()
+        return {"ok": True, "quiesced": self.is_quiesced, "seconds": {"drain": _since(began)}}
+
     async def quiesce(self, limit_s: float) -> Answer:
         """Given the drain's limit, refuse new requests, wait for those that run, and unmap the
         weights. Return seconds (drain, unmap) and each worker's state.
@@ -115,10 +147,7 @@ class Control:
         Raise control.busy where requests outlast the limit; then, and after any other error or a
         cancellation, requests are served as before.
         """
-        obstacle = self._engine.find_obstacle()
-        if obstacle:
-            remedy = "start with --load-format warmhold and one API server"
-            raise ControlError("control.unsupported", obstacle, remedy)
+        self._require_support()
         began = _now()
         await self._take_lock(began + limit_s)
         try:
@@ -152,7 +181,8 @@ class Control:
         return await asyncio.shield(task)
 
     async def state(self, limit_s: float) -> Answer:
-        """Given a limit, return phase, quiesced, requests (that entered and have not left),
+        """Given a limit, return phase, quiesced, nonce (a random text that this process alone holds
+        from its start on, and what is restored from it), requests (that entered and have not left),
         engine_requests, unsupported ("" or why) and each worker's state (none if so)."""
         obstacle = self._engine.find_obstacle()
         workers = []
@@ -162,27 +192,47 @@ class Control:
             "ok": True,
             "phase": self._phase,
             "quiesced": self.is_quiesced,
+            "nonce": self._nonce,
             "requests": self._gate.inside,
             "engine_requests": self._engine.count_requests(),
             "unsupported": obstacle,
             "workers": workers,
         }
 
-    async def _drain(self, began: float, limit_s: float, done: list[str]) -> None:
-        """Wait until nobody is on the way to the engine, or one would reach it paused and hang;
-        then until the engine has finished."""
+    def _require_support(self) -> None:
+        obstacle = self._engine.find_obstacle()
+        if obstacle:
+            remedy = "start with --load-format warmhold and one API server"
+            raise ControlError("control.unsupported", obstacle, remedy)
+
+    async def _empty(self, began: float, limit_s: float) -> None:
+        """Wait until nobody is on the way to the engine, or one would reach it paused and hang."""
         try:
             async with asyncio.timeout_at(began + limit_s):
                 await self._gate.wait_empty()
-            done.append("pause")
+        except TimeoutError:
+            raise self._busy(limit_s) from None
+
+    async def _drain(self, began: float, limit_s: float, done: list[str]) -> None:
+        """Wait until nobody is inside, and then until the engine has finished."""
+        await self._empty(began, limit_s)
+        self._engine.shut_out()
+        done.append("pause")
+        try:
             await ask(self._engine, self._engine.pause(), began + limit_s)
-        except (TimeoutError, ControlError) as error:
-            if isinstance(error, ControlError) and error.code != "control.timeout":
+        except ControlError as error:
+            if error.code != "control.timeout":
                 raise
-            count = max(self._gate.inside, self._engine.count_requests())
-            detail = f"{count} requests still run after {limit_s:g} s"
-            remedy = "try again later, or with a longer limit"
-            raise ControlError("control.busy", detail, remedy) from None
+            raise self._busy(limit_s) from None
+
+    async def _let_in(self) -> None:
+        await self._engine.let_in()
+        self._gate.open()
+
+    def _busy(self, limit_s: float) -> ControlError:
+        count = max(self._gate.inside, self._engine.count_requests())
+        detail = f"{count} requests still run after {limit_s:g} s"
+        return ControlError("control.busy", detail, "try again later, or with a longer limit")
 
     async def _put_back(self, done: Sequence[str], error: BaseException) -> None:
         """Undo a quiesce that failed; where that fails too the engine stays held."""
@@ -199,7 +249,7 @@ class Control:
             detail = f"{error}; and it could not be undone: {second}"
             remedy = "resume; if that fails too, restart the engine"
             raise ControlError("control.failed", detail, remedy) from error
-        self._gate.open()
+        await self._let_in()
         self._advance(Phase.SERVING, f"quiesce undone: {error!r}")
 
     async def _resume(self, limit_s: float) -> Answer:
@@ -207,11 +257,14 @@ class Control:
         deadline = began + limit_s
         await self._take_lock(deadline)
         try:
-            workers = []
-            if self._phase is not Phase.SERVING:
+            workers: list[Answer] = []
+            if self._phase is Phase.HELD:
+                await self._let_in()
+                self._advance(Phase.SERVING, "let go")
+            elif self._phase is not Phase.SERVING:
                 workers = await ask_workers(self._engine, "resume", deadline)
                 await ask(self._engine, self._engine.unpause(), deadline)
-                self._gate.open()
+                await self._let_in()
                 self._advance(Phase.SERVING, "resumed")
         finally:
             self._lock.release()

@@ -14,10 +14,12 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from warmhold_wcache import pages
 from warmhold_wcache.control_engine import Token
 from warmhold_wcache.control_protocol import ControlError
 from warmhold_wcache.control_server import ControlServer
 from warmhold_wcache.control_verbs import Control
+from warmhold_wcache.door import Door
 from warmhold_wcache.gate import Gate, GateMiddleware
 from warmhold_wcache.server import listen
 
@@ -38,11 +40,13 @@ class ControlPlugin:
         self._path = os.environ.get(VARIABLE, "")
         self._gate = Gate()
         self._task: asyncio.Task[None] | None = None
+        self._app: Any = None
 
     def attach_router(self, app: Any) -> None:
         """Given the FastAPI app, put the gate in front of its routes: added before vLLM's own
         middlewares it is the innermost one, so that keys are checked first and CORS headers added.
         """
+        self._app = app
         if self._path:
             app.add_middleware(GateMiddleware, gate=self._gate)
 
@@ -58,7 +62,7 @@ class ControlPlugin:
         except OSError as error:
             _log.warning("no control socket at %s: %s", self._path, error)
             return
-        server = ControlServer(listener, Control(VllmEngine(engine_client), self._gate))
+        server = ControlServer(listener, Control(VllmEngine(engine_client, self._app), self._gate))
         self._task = asyncio.create_task(server.serve())
         _log.info("control socket at %s", self._path)
 
@@ -70,8 +74,10 @@ class VllmEngine:
     the next call.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, app: Any) -> None:
         self._client = client
+        self._app = app
+        self._door: Door | None = None
 
     def find_obstacle(self) -> str:
         """Why its weights cannot be unmapped; "" where they can. Looks, and asks no worker: one
@@ -136,9 +142,25 @@ class VllmEngine:
         """End a request; one that is not there is fine."""
         await self._client.abort(request_id)
 
+    def shut_out(self) -> None:
+        """Accept no client any more, and close connections on which no request runs. vLLM keeps
+        the server in the app's state."""
+        server = getattr(self._app.state, "server", None)
+        if self._door is None and server is not None:
+            self._door = Door(server)
+        if self._door is not None:
+            self._door.shut()
+
+    async def let_in(self) -> None:
+        """Accept clients again."""
+        if self._door is not None:
+            await self._door.open()
+
     async def pause(self) -> None:
-        """Begin no request any more, and return when none runs; cached prefixes are forgotten."""
+        """Begin no request any more, and return when none runs; cached prefixes are forgotten, and
+        what is free in this process's memory goes back to the kernel."""
         await self._client.pause_generation(mode="wait")
+        pages.trim_heap()
 
     async def unpause(self) -> None:
         """Begin requests again."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from warmhold_wcache import segments
+from warmhold_wcache import pages, segments
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.generation import Generation, Segment, Tensor
@@ -185,7 +185,7 @@ def move_into_segments(
     except BaseException:
         close_all(fds)
         raise
-    _trim_heap()
+    pages.trim_heap()  # most of what was just moved
     return tuple(made), fds
 
 
@@ -249,13 +249,6 @@ def _make_private(address: int, size_bytes: int) -> None:
         code = ctypes.get_errno()
         segments.unmap(copy, size_bytes)
         raise OSError(code, "mremap of a private copy")
-
-
-def _trim_heap() -> None:
-    """The C library keeps freed blocks below 32 MiB for later: most of what was just moved."""
-    trim = getattr(_libc, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:

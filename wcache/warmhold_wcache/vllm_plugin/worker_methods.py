@@ -7,13 +7,17 @@ does not raise: of several workers vLLM reads no answer behind the first that fa
 those for answers to its next call.
 """
 
+import random
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import numpy
+import torch
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
+from warmhold_wcache import pages
 from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.vllm_plugin import residency
 
@@ -68,13 +72,41 @@ def _state(worker: Any) -> dict[str, Any]:
 
 
 def _quiesce(worker: Any) -> dict[str, Any]:
-    """Unmap all weights and keep their addresses. The caller sees to it that no request runs."""
-    return _try_all(worker, residency.Residency.quiesce)
+    """Unmap all weights and keep their addresses, and forget what the KV cache holds. The caller
+    sees to it that no request runs and that no prefix is taken from the cache afterwards."""
+    answer = _try_all(worker, residency.Residency.quiesce)
+    if "error" not in answer:
+        for storage in _find_caches(worker):
+            pages.forget(storage.data_ptr(), storage.nbytes())
+        pages.trim_heap()
+    return answer
+
+
+def _find_caches(worker: Any) -> list[torch.UntypedStorage]:
+    """The memory of the KV cache on a CPU, each block once; layers of some models have several
+    tensors."""
+    found = {}
+    for cache in getattr(worker.model_runner, "kv_caches", ()):
+        for tensor in cache if isinstance(cache, list | tuple) else (cache,):
+            if tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage
+    return list(found.values())
 
 
 def _resume(worker: Any) -> dict[str, Any]:
     """Map all weights again, where they were."""
-    return _try_all(worker, residency.Residency.resume)
+    answer = _try_all(worker, residency.Residency.resume)
+    _reseed()
+    return answer
+
+
+def _reseed() -> None:
+    """Begin anew wherever samples come from: what is resumed may be a copy, one of many, and none
+    is to repeat another. Requests with a seed of their own have a generator of their own."""
+    torch.seed()
+    random.seed()
+    numpy.random.seed()  # the one that libraries use
 
 
 def _try_all(worker: Any, act: Callable[[residency.Residency], None]) -> dict[str, Any]:

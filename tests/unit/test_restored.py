@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A child that was not started here, and restores that fail before there is one."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from vault_process import SIZE, close_all, make_generation, running_vault
+from warmhold_entrypoint.adopted import AdoptedChild
+from warmhold_entrypoint.loop import Loop
+from warmhold_entrypoint.resident import Vault
+from warmhold_entrypoint.restored import CIRCUMSTANTIAL, Restoration, Wish, reject
+from warmhold_entrypoint.snapshots import GENERATIONS, read_circumstances
+from warmhold_snapshot.artifact import Store
+from warmhold_snapshot.errors import SnapshotError
+from warmhold_snapshot.flat import Weights
+from warmhold_snapshot.manifest import FORMAT, Manifest
+from warmhold_snapshot.mark import read_mark
+from warmhold_snapshot.pids import Process
+from warmhold_wcache.generation import encode_description
+
+PATIENCE_S = 60
+
+
+def adopt(code: str) -> AdoptedChild:
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
+    return AdoptedChild(pid, os.pidfd_open(pid))
+
+
+def test_a_status_of_its_own() -> None:
+    child = adopt("raise SystemExit(7)")
+    assert child.wait(PATIENCE_S) == child.poll() == 7
+    child.send_signal(signal.SIGKILL)  # it has ended: nobody is hit
+
+
+def test_a_signal_is_told_as_subprocess_does() -> None:
+    child = adopt("import signal; signal.pause()")
+    assert child.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_one_that_somebody_else_has_reaped() -> None:
+    child = adopt("pass")
+    os.waitpid(child.pid, 0)
+    assert child.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_no_descriptor_is_left() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    adopt("pass").wait(PATIENCE_S)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_an_artifact_that_is_gone(tmp_path: Path) -> None:
+    ended = threading.Event()
+    wish = Wish(tmp_path / "snapshots", "one", tmp_path / "c.sock", tmp_path / "v.sock", True, True)
+    restoration = Restoration(wish, ended.set)
+    assert ended.wait(PATIENCE_S) and restoration.done
+    assert restoration.process is None
+    assert restoration.error and restoration.error.code == "snapshot.absent"
+    os.close(restoration.reader)
+
+
+@pytest.mark.parametrize(
+    ("flat", "code"), [(True, "snapshot.stopped"), (False, "snapshot.weights-absent")]
+)
+def test_a_stop_ends_the_reading_of_a_flat_file(tmp_path: Path, flat: bool, code: str) -> None:
+    store, (generation, fds) = Store(tmp_path / "snapshots"), make_generation()
+    description, sizes = encode_description(generation), [SIZE] * len(fds)
+    store.flat.write(Weights(generation.id, description, tuple(zip(fds, sizes, strict=True))))
+    close_all(fds)
+    with store.draft("one") as draft:
+        store.publish(draft, make_manifest(generation.id))
+    ended = threading.Event()
+
+    class StoppedLoop(Loop):
+        """One whose first wait lets a vault come, when the stop is known already."""
+
+        def __init__(self) -> None:
+            self.stop_asked = True
+
+        def wait(self, deadline: float | None) -> None:
+            vaults.enter_context(running_vault(tmp_path))
+            assert ended.wait(PATIENCE_S)
+
+    wish = Wish(store.folder, "one", tmp_path / "c.sock", tmp_path / "vault.sock", True, flat)
+    with ExitStack() as vaults:
+        restoration = Restoration(wish, ended.set)
+        restoration.wait(StoppedLoop())
+    assert restoration.error and restoration.error.code == code
+    assert restoration.process is None
+    store.flat.verify(generation.id, checksums=True)
+
+
+def make_manifest(generation_id: str) -> Manifest:
+    return Manifest(
+        **dict.fromkeys(("stdio", "listeners", "open_files", "shm", "files"), ()),
+        **{name: {} for name in ("counts", "bytes_by_kind", "bytes_by_process", "timings")},
+        format=FORMAT,
+        name="one",
+        created="1",
+        identity={},
+        processes=(Process(3001, 1, 3001, 3001, "vllm", 5, (3001,)),),
+        notes={GENERATIONS: generation_id},
+        weights={generation_id: 3 * SIZE},
+    )
+
+
+def test_why_it_failed_stays_beside_the_artifact(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path / "snapshots")
+    wish = Wish(store.folder, "one", tmp_path, tmp_path, True, True)
+    error = SnapshotError("snapshot.restore", "why", "do", ["Error (a.c:1): no"])
+    assert reject(wish, error).code == "snapshot.restore", "there is no such artifact"
+    store.path("one").mkdir()
+    rejection = reject(wish, error)
+    assert (rejection.mode, rejection.detail, rejection.remedy) == ("snapshot", "why", "do")
+    mark = read_mark(store.path("one"))
+    assert mark and mark.code == "snapshot.restore"
+    assert mark.circumstances == read_circumstances(Vault())
+
+
+def test_what_is_no_fault_of_an_artifact_leaves_no_mark(tmp_path: Path) -> None:
+    store = Store(tmp_path / "snapshots")
+    store.path("one").mkdir()
+    wish = Wish(store.folder, "one", tmp_path, tmp_path, True, True)
+    for code in (*CIRCUMSTANTIAL, "snapshot.weights-damaged"):
+        assert reject(wish, SnapshotError(code, "why", "do")).code == code
+    assert read_mark(store.path("one")) is None
