@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from warmhold_entrypoint import pid1, runner
+from warmhold_entrypoint import ending, pid1
 from warmhold_entrypoint.settings import FIELDS, PREFIX, SECRETS, read_settings
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +181,7 @@ def test_who_stops_waits_longer_than_who_is_stopped(compose: Compose, drain_s: i
     environ = {} if drain_s is None else {f"{PREFIX}DRAIN_S": str(drain_s)}
     settings, faults, _ = read_settings(environ, ())
     assert faults == []
-    stop_wait_s, runner_s = settings.stop_wait_s, settings.env.drain_s + runner._DRAIN_MARGIN_S
+    stop_wait_s, runner_s = settings.stop_wait_s, settings.env.drain_s + ending.MARGIN_S
     assert grace_s > stop_wait_s > runner_s > settings.env.drain_s
     assert grace_s > stop_wait_s + pid1._KILL_TIMEOUT_S
 
