@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in an NVIDIA GPU's memory: the driver's allocations, seen through torch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from warmhold_wcache.cuda_segments import CudaSegments
+from warmhold_wcache.vllm_plugin.tensor_checksum import compute_checksum
+
+
+class CudaMemory(CudaSegments):
+    """The memory of one GPU; see `memory.Memory`."""
+
+    backend = "cuda-vmm"
+    alignment_bytes = 512  # torch's own allocations have it
+
+    def __init__(self, ordinal: int) -> None:
+        torch.cuda.init()
+        super().__init__(ordinal)
+        self._torch_device = torch.device("cuda", ordinal)
+        self.device = f"cuda:{torch.cuda.get_device_properties(ordinal).uuid}"
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Load outside of the pool that vLLM has for sleep mode. That one returns nothing before
+        all is loaded, so that weights which move would be held twice. From this pool they go one by
+        one; small tensors that stay here stay through a sleep as well."""
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device=self._torch_device):
+            yield
+
+    def allocate(self, size_bytes: int, name: str = "") -> tuple[int, int]:
+        """Return the descriptor of a new segment and its address; there is no place for a name."""
+        return super().allocate(size_bytes)
+
+    def freeze(self, fd: int, address: int, size_bytes: int) -> None:
+        """Make a mapping read-only. Who has the descriptor could map it writable all the same."""
+        self.forbid_writing(address, size_bytes)
+
+    def view(self, address: int, size_bytes: int) -> torch.Tensor:
+        """Return the bytes of a mapping as a tensor."""
+        return torch.as_tensor(_Bytes(address, size_bytes), device=self._torch_device)
+
+    def checksum(self, fd: int, address: int, size_bytes: int) -> str:
+        """Return the checksum of a mapped segment's bytes, computed on the GPU."""
+        return compute_checksum(self.view(address, size_bytes))
+
+    def trim(self) -> None:
+        """Give torch's unused blocks back to the driver."""
+        torch.cuda.synchronize(self._torch_device)
+        torch.cuda.empty_cache()
+
+
+class _Bytes:
+    """A place in device memory, as torch reads it from other libraries' arrays."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            **{"version": 3, "data": (address, False), "shape": (size_bytes,), "typestr": "|u1"},
+            **{"strides": None, "stream": None},
+        }
