@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 enum { INVALID = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, ILLEGAL_STATE = 401, BUSY = 719, NOT_SUPPORTED = 801 };
-enum { GRANULARITY = 1 << 21, MAX = 64 };
+enum { GRANULARITY = 1 << 21, MAX = 1024 };
 typedef struct { int kind, id; } Location;
 typedef struct { int kind, handles; Location where; void *windows; unsigned char flags[8]; } Properties;
 typedef struct { Location where; int rights; } Access;

@@ -122,13 +122,13 @@ def build_layout(
     sizes of the segments and each tensor's place. A tensor that is larger has a segment of its own.
     """
     align = memory.alignment_bytes
-    total = sum(_span_bytes(item.tensor) for item in inventory.tensors)
+    total = sum(_up(_span_bytes(item.tensor), align) for item in inventory.tensors)
     limit = max(segment_bytes, -(-total // MAX_SEGMENTS) + align)
     sizes: list[int] = []
     tensors: list[Tensor] = []
     for item in inventory.tensors:
         span = _span_bytes(item.tensor)
-        offset = -(-sizes[-1] // align) * align if sizes else 0
+        offset = _up(sizes[-1], align) if sizes else 0
         if not sizes or (offset + span > limit and sizes[-1] > 0):
             sizes.append(0)
             offset = 0
@@ -145,7 +145,7 @@ def build_layout(
         )
         sizes[-1] = offset + span
     unit = memory.granularity_bytes
-    return [max(unit, -(-size // unit) * unit) for size in sizes], tensors
+    return [max(unit, _up(size, unit)) for size in sizes], tensors
 
 
 def move_into_segments(
@@ -259,6 +259,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
