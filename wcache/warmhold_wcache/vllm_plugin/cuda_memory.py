@@ -24,9 +24,9 @@ class CudaMemory(CudaSegments):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Load outside of the pool that vLLM has for sleep mode. That one returns nothing before
-        all is loaded, so that weights which move would be held twice. From this pool they go one by
-        one; small tensors that stay here stay through a sleep as well."""
+        """A pool of its own. vLLM's for sleep mode returns nothing before all is loaded, so that
+        weights which move would be held twice; from this one they go one by one. Small tensors that
+        stay here stay through a sleep as well."""
         with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device=self._torch_device):
             yield
 

@@ -227,7 +227,7 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
             return model
         device = self._device(vllm_config)
         with set_default_torch_dtype(model_config.dtype):
-            with outcome.phase("load"), self._loading(wanted.memory, outcome):
+            with outcome.phase("load"), self._loading(model_config, wanted.memory, outcome):
                 with device:
                     model = self.disk.create_model(
                         vllm_config=vllm_config, model_config=model_config, prefix=prefix
@@ -258,8 +258,12 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
             gc.collect()
         return model.eval()
 
-    def _loading(self, memory: Memory, outcome: Outcome) -> AbstractContextManager[object]:
-        return memory.loading() if outcome.publishes else nullcontext()
+    def _loading(
+        self, model_config: Any, memory: Memory, outcome: Outcome
+    ) -> AbstractContextManager[object]:
+        """Where to load: vLLM's pool for sleep mode is not for weights that are going to move."""
+        moves = outcome.publishes and getattr(model_config, "enable_cumem_allocator", False)
+        return memory.loading() if moves else nullcontext()
 
     def _with_content(self, content: Content) -> Options:
         """The settings with the content in the launch key: before a first load nobody knows it."""

@@ -35,7 +35,8 @@ class Memory(Protocol):
         """What a segment's size is a multiple of."""
 
     def loading(self) -> AbstractContextManager[object]:
-        """Return where a model is to be loaded that then moves into segments."""
+        """Return where a model is loaded that then moves into segments, in place of a pool which
+        does not return what it is not using."""
 
     def allocate(self, size_bytes: int, name: str) -> tuple[int, int]:
         """Return the descriptor of a new segment and the address where it is mapped, writable."""
