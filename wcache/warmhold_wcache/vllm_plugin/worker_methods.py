@@ -69,45 +69,39 @@ def _state(worker: Any) -> dict[str, Any]:
 
 
 def _quiesce(worker: Any) -> dict[str, Any]:
-    """Unmap all weights and keep their addresses; on a GPU discard the KV cache too. The caller
-    sees to it that no request runs."""
-    if _has_sleep_mode(worker):
-        return _try(worker, worker.sleep)
-    return _try(worker, _for_all(residency.Residency.quiesce))
+    """Unmap all weights and keep their addresses. The caller sees to it that no request runs."""
+    return _try_all(worker, residency.Residency.quiesce)
 
 
 def _resume(worker: Any) -> dict[str, Any]:
-    """Map all weights again, where they were; on a GPU there is an empty KV cache again."""
-    if _has_sleep_mode(worker):
-        return _try(worker, worker.wake_up)
-    return _try(worker, _for_all(residency.Residency.resume))
+    """Map all weights again, where they were."""
+    return _try_all(worker, residency.Residency.resume)
+
+
+def _try_all(worker: Any, act: Callable[[residency.Residency], None]) -> dict[str, Any]:
+    """Do it to every generation, or let vLLM's worker sleep or wake up with our sleep mode, which
+    does so too; return the state, with `error` (code, detail, remedy) where it failed."""
+    try:
+        if not _has_sleep_mode(worker):
+            for resident in residency.RESIDENT:
+                act(resident)
+        elif act is residency.Residency.quiesce:
+            worker.sleep()
+        else:
+            worker.wake_up()
+    except Exception as error:  # a sleep raises whatever upstream's parts do
+        known = (
+            error if isinstance(error, WcacheError) else WcacheError("wcache.refused", str(error))
+        )
+        return {**_state(worker), "error": known.to_json()}
+    return _state(worker)
 
 
 def _has_sleep_mode(worker: Any) -> bool:
-    """Whether the engine was started with our sleep mode, which does the same and more."""
+    """Whether the engine was started with our sleep mode, which discards its KV cache as well."""
     config = worker.model_config
     return bool(
         current_platform.is_cuda()
         and config.enable_sleep_mode
         and getattr(config, "sleep_mode_backend", "") == "warmhold"
     )
-
-
-def _for_all(act: Callable[[residency.Residency], None]) -> Callable[[], None]:
-    def do() -> None:
-        for resident in residency.RESIDENT:
-            act(resident)
-
-    return do
-
-
-def _try(worker: Any, act: Callable[[], None]) -> dict[str, Any]:
-    """Do it; return the state, with `error` (code, detail, remedy) where it failed."""
-    try:
-        act()
-    except Exception as error:  # upstream's sleep raises whatever its parts do
-        known = (
-            error if isinstance(error, WcacheError) else WcacheError("wcache.refused", str(error))
-        )
-        return {**_state(worker), "error": known.to_json()}
-    return _state(worker)
