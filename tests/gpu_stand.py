@@ -4,6 +4,7 @@
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,8 @@ def environment(**more: str) -> dict[str, str]:
     """The environment of a child: our packages, and their entry points for vLLM."""
     ours = [str(ROOT / name) for name in ("entrypoint", "snapshot", "wcache", "tests")]
     paths = [*ours, str(_entry_points()), *os.environ.get("PYTHONPATH", "").split(":")]
-    return {**os.environ, "PYTHONPATH": ":".join(filter(None, paths)), **more}
+    paths = list(dict.fromkeys(filter(None, paths)))
+    return {**os.environ, "PYTHONPATH": ":".join(paths), "PYTHONFAULTHANDLER": "1", **more}
 
 
 class Child:
@@ -90,6 +92,8 @@ class Child:
         try:
             line = self._lines.get(timeout=limit_s)
         except queue.Empty:
+            self.process.send_signal(signal.SIGABRT)  # it says where it is
+            self.process.wait(10)
             raise AssertionError(f"nothing was said within {limit_s} s") from None
         assert line, f"the child ended with {self.process.wait(10)}"
         return json.loads(line)

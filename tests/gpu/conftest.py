@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that need an NVIDIA GPU, skipped where there is none. README.md has the commands."""
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gpu_stand import Vault, near, say, used_bytes, wait_for_used
+from gpu_stand import Vault, environment, near, say, used_bytes, wait_for_used
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,6 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def vault() -> Iterator[Vault]:
+    os.environ.update(environment())  # `verify` starts a process, which imports our packages
     made = Vault()
     yield made
     made.stop()

@@ -2,7 +2,8 @@
 """One start of the real vLLM on a GPU, in one process: it answers, sleeps, answers again.
 
 The job is JSON: model, load_format, extra (the loader's), graphs (CUDA graphs, without a compiler),
-sleep (rounds of sleep and wake-up). Sleep mode is `warmhold` wherever the load format is.
+sleep (rounds of `sleep`, `sleep-2` or `quiesce`, each with the wake-up). Sleep mode is `warmhold`
+wherever the load format is.
 """
 
 import json
@@ -81,9 +82,10 @@ def free_bytes() -> int:
 
 def sleep_once(engine: LLM, suspend: str) -> dict[str, Any]:
     """Sleep and wake up, by vLLM's own call or by the worker methods of a snapshot."""
-    own = suspend == "sleep"
+    own = suspend != "quiesce"
+    level = 2 if suspend == "sleep-2" else 1
     before, began = free_bytes(), time.monotonic()
-    said = engine.sleep(level=1) if own else engine.collective_rpc("warmhold_quiesce")[0]
+    said = engine.sleep(level=level) if own else engine.collective_rpc("warmhold_quiesce")[0]
     slept, asleep = time.monotonic(), free_bytes()
     state = engine.collective_rpc("warmhold_state")[0]
     woken = time.monotonic()

@@ -24,11 +24,22 @@ class CudaMemory(CudaSegments):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """A pool of its own. vLLM's for sleep mode returns nothing before all is loaded, so that
-        weights which move would be held twice; from this one they go one by one. Small tensors that
-        stay here stay through a sleep as well."""
-        with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device=self._torch_device):
+        """Outside of vLLM's pool for sleep mode, which is entered again afterwards. While it is in
+        use torch gives nothing back, so that weights which move would be held twice, and a pool
+        within it cannot be closed (pytorch's CUDACachingAllocator.cpp: captures_underway). Small
+        tensors that stay outside stay through a sleep as well."""
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        allocator = get_mem_allocator_instance()
+        pool, _ = allocator.allocator_and_pools[allocator.current_tag][-1]
+        place = (self._torch_device.index, pool.id)
+        torch._C._cuda_endAllocateToPool(*place)
+        try:
             yield
+            self.trim()
+        finally:
+            torch._C._cuda_beginAllocateCurrentThreadToPool(*place)
+            torch._C._cuda_releasePool(*place)  # it counts its users: this is none more
 
     def allocate(self, size_bytes: int, name: str = "") -> tuple[int, int]:
         """Return the descriptor of a new segment and its address; there is no place for a name."""

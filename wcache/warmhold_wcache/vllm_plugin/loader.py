@@ -9,7 +9,7 @@ does not depend on what post-processing keeps outside of the model's tensors.
 
 import gc
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -226,44 +226,54 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
             outcome.size_bytes = _model_bytes(model)
             return model
         device = self._device(vllm_config)
+        # vLLM's pool for sleep mode is not for weights that are going to move.
+        sleeps = getattr(vllm_config.model_config, "enable_cumem_allocator", False)
+        moves = outcome.publishes and sleeps
         with set_default_torch_dtype(model_config.dtype):
-            with outcome.phase("load"), self._loading(model_config, wanted.memory, outcome):
-                with device:
-                    model = self.disk.create_model(
-                        vllm_config=vllm_config, model_config=model_config, prefix=prefix
-                    )
-                shapes = model_state.read_shapes(model)
-                scalars = model_state.read_scalars(model)
-                self.disk.load_weights(model, model_config)
-                gc.collect()
-            outcome.size_bytes = _model_bytes(model)
-            reason = find_unsupported(model)
-            if not reason and model_state.read_shapes(model) != shapes:
-                reason = "loading changes the shapes of tensors"
-            if not reason and read_versions(wanted.folder) != wanted.content.versions:
-                reason = "weight files changed while they were loaded"
-            if reason:
-                outcome.not_published(reason)
-            elif not outcome.publishes:
-                outcome.not_published(outcome.unpublished or "not asked for")
-            else:
-                changed = model_state.find_changed(scalars, model_state.read_scalars(model))
-                if outcome.cpu_linear == CpuLinear.SHARED:
-                    with outcome.phase("pack"):
-                        prepare_shared(model)
-                options = self._with_content(wanted.content)
-                publish(model, model_config, wanted, changed, options, outcome)
+            with wanted.memory.loading() if moves else nullcontext():
+                with outcome.phase("load"):
+                    with device:
+                        model = self.disk.create_model(
+                            vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                        )
+                    shapes = model_state.read_shapes(model)
+                    scalars = model_state.read_scalars(model)
+                    self.disk.load_weights(model, model_config)
+                    gc.collect()
+                outcome.size_bytes = _model_bytes(model)
+                reason = find_unsupported(model)
+                if not reason and model_state.read_shapes(model) != shapes:
+                    reason = "loading changes the shapes of tensors"
+                if not reason and read_versions(wanted.folder) != wanted.content.versions:
+                    reason = "weight files changed while they were loaded"
+                if reason:
+                    outcome.not_published(reason)
+                elif not outcome.publishes:
+                    outcome.not_published(outcome.unpublished or "not asked for")
+                else:
+                    self._publish(model, model_config, wanted, scalars, outcome)
+            if moves and "move" not in outcome.seconds:
+                residency.move_to_pool(wanted.memory, model_state.read_inventory(model))
             with device:
                 process_weights_after_loading(model, model_config, device)
             gc.collect()
         return model.eval()
 
-    def _loading(
-        self, model_config: Any, memory: Memory, outcome: Outcome
-    ) -> AbstractContextManager[object]:
-        """Where to load: vLLM's pool for sleep mode is not for weights that are going to move."""
-        moves = outcome.publishes and getattr(model_config, "enable_cumem_allocator", False)
-        return memory.loading() if moves else nullcontext()
+    def _publish(
+        self,
+        model: nn.Module,
+        model_config: Any,
+        wanted: Wanted,
+        scalars: dict[str, dict[str, Any]],
+        outcome: Outcome,
+    ) -> None:
+        """Publish a loaded model, given the plain values that it had before."""
+        changed = model_state.find_changed(scalars, model_state.read_scalars(model))
+        if outcome.cpu_linear == CpuLinear.SHARED:
+            with outcome.phase("pack"):
+                prepare_shared(model)
+        options = self._with_content(wanted.content)
+        publish(model, model_config, wanted, changed, options, outcome)
 
     def _with_content(self, content: Content) -> Options:
         """The settings with the content in the launch key: before a first load nobody knows it."""

@@ -35,7 +35,7 @@ class Memory(Protocol):
         """What a segment's size is a multiple of."""
 
     def loading(self) -> AbstractContextManager[object]:
-        """Return where a model is loaded that then moves into segments, in place of a pool which
+        """Return where a model is loaded and moves into segments, outside of the pool in use, which
         does not return what it is not using."""
 
     def allocate(self, size_bytes: int, name: str) -> tuple[int, int]:

@@ -186,6 +186,25 @@ def move_into_segments(
     return tuple(made), fds
 
 
+def move_to_pool(memory: Memory, inventory: Inventory) -> None:
+    """Given a memory and the tensors of a model that was loaded in its `loading`, and that no
+    segments take, move them to where vLLM would have loaded them. One is held twice."""
+    for item in inventory.tensors:
+        moved = item.tensor.detach().clone()
+        with memory.loading():
+            for tensor in (item.tensor, *item.twins):
+                tensor.data = moved
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in a segment of this process, also while that is unmapped."""
+    return any(
+        address <= tensor.data_ptr() < address + segment.size_bytes
+        for resident in RESIDENT
+        for segment, address in zip(resident.generation.segments, resident.addresses, strict=True)
+    )
+
+
 def map_generation(memory: Memory, generation: Generation, fds: Sequence[int]) -> list[int]:
     """Given a memory, a generation and its descriptors, map every segment read-only; return the
     addresses."""

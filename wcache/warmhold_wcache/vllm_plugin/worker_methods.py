@@ -7,7 +7,7 @@ does not raise: of several workers vLLM reads no answer behind the first that fa
 those for answers to its next call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -32,7 +32,7 @@ _WRITERS = (
 
 def add_worker_methods() -> None:
     """Add `warmhold_state`, `warmhold_quiesce` and `warmhold_resume` to this process's workers,
-    and let whatever writes into weights make them private first."""
+    let whatever writes into weights make them private first, and keep a wake-up from writing."""
     WorkerBase.warmhold_state = _state
     WorkerBase.warmhold_quiesce = _quiesce
     WorkerBase.warmhold_resume = _resume
@@ -40,6 +40,8 @@ def add_worker_methods() -> None:
         method = getattr(Worker, name, None)
         if method is not None and not hasattr(method, "warmhold"):
             setattr(Worker, name, _detaching(method))
+    if not hasattr(Worker.wake_up, "warmhold"):
+        Worker.wake_up = _keeping_shared(Worker.wake_up)
 
 
 def _detaching(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,6 +52,37 @@ def _detaching(method: Callable[..., Any]) -> Callable[..., Any]:
 
     detach_and_call.warmhold = True  # type: ignore[attr-defined]
     return detach_and_call
+
+
+def _keeping_shared(wake_up: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(wake_up)
+    def forget_and_wake_up(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        _forget_shared(worker)
+        return wake_up(worker, *args, **kwargs)
+
+    forget_and_wake_up.warmhold = True  # type: ignore[attr-defined]
+    return forget_and_wake_up
+
+
+def _forget_shared(worker: Any) -> None:
+    """Before a wake-up, forget what vLLM copied of shared tensors when it fell into a sleep of
+    level 2: it would write the copies back, into tensors that kept their values and are
+    read-only."""
+    saved = getattr(worker, "_sleep_saved_buffers", {})
+    drafts = getattr(worker, "_sleep_saved_draft_buffers", {})
+    parameters = getattr(worker, "_sleep_saved_parameters", {})
+    if saved:
+        _drop_shared(saved, worker.model_runner.model.named_buffers())
+    if drafts:
+        _drop_shared(drafts, worker.get_draft_model().named_buffers())
+    if parameters:
+        _drop_shared(parameters, worker._get_sleep_parameters(worker.model_runner.model).items())
+
+
+def _drop_shared(saved: dict[str, Any], tensors: Iterable[tuple[str, Any]]) -> None:
+    for name, tensor in tensors:
+        if name in saved and residency.is_shared(tensor):
+            del saved[name]
 
 
 def _state(worker: Any) -> dict[str, Any]:
