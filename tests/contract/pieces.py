@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from fake_cuda import build_fake_cuda
@@ -24,7 +25,12 @@ from warmhold_wcache.cuda_driver import Driver
 from warmhold_wcache.cuda_segments import CudaSegments
 from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.generation import Generation
-from warmhold_wcache.vllm_plugin import model_state, residency, tensor_checksum
+from warmhold_wcache.vllm_plugin import (
+    model_state,
+    residency,
+    tensor_checksum,
+    worker_methods,
+)
 from warmhold_wcache.vllm_plugin.cpu_linear import CpuLinear, select_cpu_linear
 from warmhold_wcache.vllm_plugin.cuda_memory import CudaMemory
 from warmhold_wcache.vllm_plugin.host_memory import HostMemory
@@ -39,6 +45,7 @@ class FakeGpu(CudaMemory):
 
     device = "cuda:fake"
     view = HostMemory.view
+    loading = HostMemory.loading
 
     def __init__(self, library: Path) -> None:
         CudaSegments.__init__(self, 0, Driver(str(library)))
@@ -155,6 +162,42 @@ def check_detach() -> None:
     private = "rw-p" if memory.backend == "memfd" else "rw-s"  # of an allocation of its own
     assert rights_at(first.embed.weight.data_ptr()) == private
     assert torch.equal(built(generation, fds).embed.weight, old)
+
+
+def check_moved_to_the_pool() -> None:
+    model = filled()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    place = model.embed.weight.data_ptr()
+    residency.move_to_pool(memory, model_state.read_inventory(model))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.turned.weight.stride() == (1, 8)
+    assert model.head.weight is model.embed.weight
+    assert model.twin.weight.data_ptr() == model.embed.weight.data_ptr() != place
+
+
+def check_a_wake_up_writes_into_no_segment() -> None:
+    model = filled()
+    model.register_buffer("table", torch.ones(MIB))
+    generation, fds = published(model)
+    addresses = [segment.address for segment in generation.segments]
+    kept = residency.Residency(memory, generation, addresses, Path("/none"), 1.0)
+    residency.keep(kept, model)
+    parameters = dict(model.named_parameters())
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(model=model),
+        get_draft_model=lambda: model,
+        _get_sleep_parameters=lambda _: parameters,
+        _sleep_saved_buffers={"table": 1, "scale": 2},
+        _sleep_saved_draft_buffers={"table": 1},
+        _sleep_saved_parameters={"turned.weight": 1},
+    )
+    for act in (lambda: None, kept.quiesce):
+        act()
+        worker_methods._forget_shared(worker)
+        assert worker._sleep_saved_buffers == {"scale": 2}
+        assert not worker._sleep_saved_draft_buffers and not worker._sleep_saved_parameters
+        worker._sleep_saved_buffers["table"] = 1
+    residency.close_all(fds)
 
 
 def check_layout() -> None:
