@@ -192,6 +192,16 @@ def test_no_device_is_reserved(name: str) -> None:
     assert not reserving & set(read_compose(name))
 
 
+def test_one_gpu_is_reserved_by_one_file() -> None:
+    gpu = read_compose("compose.gpu.yaml")
+    (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert gpu["build"]["target"] == "cuda"
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    assert " AS cuda\n" in dockerfile
+    assert re.findall(r"\$\{(\w+)", (ROOT / "compose.gpu.yaml").read_text()) == [f"{PREFIX}IMAGE"]
+
+
 def test_rights_are_given_and_can_be_taken(compose: Compose) -> None:
     assert set(compose["cap_add"]) == {"SYS_ADMIN", "SYS_PTRACE", "NET_ADMIN", "SYS_TIME"}
     assert compose["security_opt"] == ["seccomp=unconfined"]
