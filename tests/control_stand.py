@@ -83,6 +83,10 @@ class FakeEngine:
     def shut_out(self) -> None:
         self.is_shut_out = True
 
+    async def wait_gone(self) -> None:
+        if "wait_gone" in self.holds:
+            await self._act("wait_gone")
+
     async def let_in(self) -> None:
         self.is_shut_out = False
 

@@ -18,8 +18,8 @@ _TIMEOUT_S = 0.15
 # So young a vault is still taking back what PID 1 kept. The loader in the engine waits for it.
 _STARTING_S = 1.0
 _PEER = struct.Struct("3i")
-# Of a vault that may come yet: PID 1 plans before there is one.
-COMING = ("loading", "absent", "dead-socket")
+# Of a vault that may answer yet: PID 1 plans before there is one, and a machine may be busy.
+COMING = ("loading", "absent", "dead-socket", "hung")
 
 
 @dataclass(frozen=True)

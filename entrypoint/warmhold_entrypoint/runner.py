@@ -16,6 +16,7 @@ from warmhold_snapshot.errors import SnapshotError
 from . import weights
 from .auto import AutoSnapshots
 from .command import build_fetch_argv, inherit_environment
+from .ending import Ending
 from .engine_process import EngineProcess, explain_end, launch
 from .errors import EntrypointError, Exit, Fault, Rejection, exit_code_of_status
 from .facts import read_oom_kills
@@ -38,7 +39,6 @@ from .status import Status
 from .story import Story
 from .sweep import KILL_TIMEOUT_S, Leftovers
 
-_DRAIN_MARGIN_S = 10.0
 _SHM_LOOK_S = 15.0
 # A restored engine has nothing left to load or to compile.
 _RESTORED_READY_S = 60.0
@@ -98,8 +98,8 @@ class Runner:
     def status(self) -> Status:
         """Return what the socket answers: what happened and how it is now."""
         pid = self._process.pid if self._process else None
-        target, model = build_target(self._settings), self._plan.model
-        return self._story.status(model, target, pid, self._clock.current, self._prober)
+        target = build_target(self._settings)
+        return self._story.status(self._plan.model, target, pid, self._clock.current, self._prober)
 
     def _run_plan(self) -> tuple[int | None, str]:
         """Try the plan's attempts; return a final exit code, or None for another round, and why."""
@@ -187,19 +187,16 @@ class Runner:
         process = self._process
         assert process is not None
         ready_deadline = time.monotonic() + limit_s
-        kill_at: float | None = None
-        asked_to_end = False
+        ending: Ending | None = None
         look_at = time.monotonic()
         while process.poll() is None:
             now = time.monotonic()
             if self._loop.stop_asked or self._leaving:
-                kill_at = kill_at or now + self._settings.env.drain_s + _DRAIN_MARGIN_S
-                if not asked_to_end and self._may_end():
-                    asked_to_end = True
-                    self._ask_to_end(process)
-            if kill_at is not None and now > kill_at:
-                _log.warning("drain time is over, killing the engine", pid=process.pid)
-                return None
+                ending = ending or Ending(self._settings, self._loop.wake)
+                if not ending.begun and self._may_end():
+                    self._begin_end(ending)
+                if ending.is_over(process):
+                    return None
             trying = self._story.state is State.TRYING
             if trying and now > ready_deadline:
                 remedy = "read its log above, or raise WARMHOLD_READY_TIMEOUT_S"
@@ -210,18 +207,18 @@ class Runner:
             auto_at = self._auto.due(self._settings, self._plan, self._story, self._prober)
             if auto_at is not None and now >= auto_at and not self._leaving:
                 self._begin_snapshot(None)
-            making_until = self._snapshotting.deadline if self._snapshotting else None
-            deadlines = [look_at, kill_at, auto_at, making_until]
-            deadlines.append(ready_deadline if trying else None)
+            deadlines = [look_at, auto_at, ready_deadline if trying else None]
+            deadlines += [item.deadline for item in (ending, self._snapshotting) if item]
             self._loop.wait(min(deadline for deadline in deadlines if deadline is not None))
             if fault := self._take_reports() or self._follow_snapshot():
                 return fault
         return None
 
-    def _ask_to_end(self, process: EngineProcess) -> None:
+    def _begin_end(self, ending: Ending) -> None:
         if self._loop.stop_asked:
             self._story.advance(State.STOPPING, f"draining up to {self._settings.env.drain_s} s")
-        process.terminate()
+        self._stop_prober()
+        ending.begin()
 
     def _may_end(self) -> bool:
         """Whether the engine can be asked to end: one that is held is resumed first, or the wish to
@@ -320,8 +317,12 @@ class Runner:
         _log.info("READY", mode=self._story.mode, model=self._plan.model, url=url)
         self._leftovers.note()
         if self._wanted:
-            shown = {"name": self._wanted.name, "total_s": phases.total_s}
-            self._wanted.answer({"ok": True, **shown, "seconds": phases.seconds})
+            shown = {
+                "name": self._wanted.name,
+                "total_s": phases.total_s,
+                "seconds": phases.seconds,
+            }
+            self._wanted.answer({"ok": True, **shown})
             self._wanted = None
 
     def _read_weights(self) -> dict[str, Any] | None:

@@ -275,6 +275,10 @@ def _reason_against(
         detail = f"{name}: {mark.code}: {mark.detail}"
         remedy = f"`snapshot restore {name}` tries it again; or create a new one"
         return "snapshot.marked-failed", detail, remedy
+    try:
+        store.verify(manifest, checksums=False)  # what can be seen without reading
+    except SnapshotError as error:
+        return error.code, error.detail, error.remedy
     return None
 
 

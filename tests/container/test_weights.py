@@ -21,10 +21,13 @@ def test_contract(engine: DockerClient, script: str) -> None:
     try:
         output = engine.containers.run(
             IMAGE,
-            [f"/contract/{script}"],
+            [f"/tests/contract/{script}"],
             entrypoint=["/opt/warmhold/venv/bin/python"],
-            environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2"},
-            volumes={str(ROOT / "tests/contract"): {"bind": "/contract", "mode": "ro"}},
+            environment={
+                **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2"},
+                "PYTHONPATH": "/tests",
+            },
+            volumes={str(ROOT / "tests"): {"bind": "/tests", "mode": "ro"}},
             shm_size="1g",
             remove=True,
             stderr=True,

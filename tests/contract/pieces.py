@@ -1,23 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plug-in's parts on small models, with the real torch and without a start of vLLM.
 
-docker run --rm ... --entrypoint python warmhold:cpu tests/contract/pieces.py
+docker run --rm ... -e PYTHONPATH=/tests --entrypoint python warmhold:cpu /tests/contract/pieces.py
+
+What concerns memory is checked twice: in a CPU's, and in that of a GPU whose driver is a fake over
+memfds, so that its addresses are a CPU's too.
 """
 
+import hashlib
 import json
 import os
+import random
+import struct
 import sys
+import tempfile
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+from fake_cuda import build_fake_cuda
 from torch import nn
+from warmhold_wcache.cuda_driver import Driver
+from warmhold_wcache.cuda_segments import CudaSegments
+from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.generation import Generation
-from warmhold_wcache.vllm_plugin import model_state, residency
+from warmhold_wcache.vllm_plugin import (
+    model_state,
+    residency,
+    tensor_checksum,
+    worker_methods,
+)
 from warmhold_wcache.vllm_plugin.cpu_linear import CpuLinear, select_cpu_linear
+from warmhold_wcache.vllm_plugin.cuda_memory import CudaMemory
+from warmhold_wcache.vllm_plugin.host_memory import HostMemory
+from warmhold_wcache.vllm_plugin.memory import Memory, find_memory
 from warmhold_wcache.vllm_plugin.model_state import StructureError
 
 MIB = 1 << 20
+
+
+class FakeGpu(CudaMemory):
+    """A GPU's memory without torch's view of it, which needs the device."""
+
+    device = "cuda:fake"
+    view = HostMemory.view
+    loading = HostMemory.loading
+
+    def __init__(self, library: Path) -> None:
+        CudaSegments.__init__(self, 0, Driver(str(library)))
+
+    def trim(self) -> None:
+        """Nothing is kept."""
+
+
+memory: Memory = find_memory(torch.device("cpu"))
 
 
 class Small(nn.Module):
@@ -50,28 +87,30 @@ def filled() -> Small:
 
 def published(model: nn.Module, segment_bytes: int = MIB) -> tuple[Generation, list[int]]:
     inventory = model_state.read_inventory(model)
-    sizes, places = residency.build_layout(inventory, segment_bytes)
-    made, fds = residency.move_into_segments(inventory, sizes, places, "weights")
+    sizes, places = residency.build_layout(memory, inventory, segment_bytes)
+    made, fds = residency.move_into_segments(memory, inventory, sizes, places, "weights")
     attributes = {"plain": list(inventory.plain), "scalars": {"": {"flag": True}}}
     generation = Generation(
-        {"a": "b"}, {}, "memfd", "cpu", "m", made, tuple(places), inventory.aliases, attributes
+        *({"a": "b"}, {}, memory.backend, memory.device, "m", made, tuple(places)),
+        *(inventory.aliases, attributes),
     )
     assert Generation.from_json(json.loads(json.dumps(generation.to_json()))) == generation
     return generation, fds
 
 
 def built(generation: Generation, fds: list[int], copy: bool = False) -> Small:
-    addresses = residency.map_generation(generation, fds)
+    addresses = residency.map_generation(memory, generation, fds)
     with torch.device("meta"):
         model = Small()
     plain = frozenset(generation.attributes["plain"])
-    tensors = residency.read_tensors(generation, addresses, copy)
+    tensors = residency.read_tensors(memory, generation, addresses, copy)
     model_state.set_tensors(model, tensors, generation.aliases, plain)
     model_state.set_scalars(model, generation.attributes["scalars"])
     if copy:
-        residency.unmap(generation, addresses)
+        residency.unmap(memory, generation, addresses)
     else:
-        residency.keep(residency.Residency(generation, addresses, Path("/none"), 1.0), model)
+        kept = residency.Residency(memory, generation, addresses, Path("/none"), 1.0)
+        residency.keep(kept, model)
     return model
 
 
@@ -120,21 +159,80 @@ def check_detach() -> None:
     assert first.head.weight is first.embed.weight
     assert torch.equal(second.embed.weight, old)
     assert residency.DETACHED and not residency.RESIDENT
-    assert rights_at(first.embed.weight.data_ptr()) == "rw-p"
+    private = "rw-p" if memory.backend == "memfd" else "rw-s"  # of an allocation of its own
+    assert rights_at(first.embed.weight.data_ptr()) == private
     assert torch.equal(built(generation, fds).embed.weight, old)
+
+
+def check_moved_to_the_pool() -> None:
+    model = filled()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    place = model.embed.weight.data_ptr()
+    residency.move_to_pool(memory, model_state.read_inventory(model))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.turned.weight.stride() == (1, 8)
+    assert model.head.weight is model.embed.weight
+    assert model.twin.weight.data_ptr() == model.embed.weight.data_ptr() != place
+
+
+def check_a_wake_up_writes_into_no_segment() -> None:
+    model = filled()
+    model.register_buffer("table", torch.ones(MIB))
+    generation, fds = published(model)
+    addresses = [segment.address for segment in generation.segments]
+    kept = residency.Residency(memory, generation, addresses, Path("/none"), 1.0)
+    residency.keep(kept, model)
+    parameters = dict(model.named_parameters())
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(model=model),
+        get_draft_model=lambda: model,
+        _get_sleep_parameters=lambda _: parameters,
+        _sleep_saved_buffers={"table": 1, "scale": 2},
+        _sleep_saved_draft_buffers={"table": 1},
+        _sleep_saved_parameters={"turned.weight": 1},
+    )
+    for act in (lambda: None, kept.quiesce):
+        act()
+        worker_methods._forget_shared(worker)
+        assert worker._sleep_saved_buffers == {"scale": 2}
+        assert not worker._sleep_saved_draft_buffers and not worker._sleep_saved_parameters
+        worker._sleep_saved_buffers["table"] = 1
+    residency.close_all(fds)
 
 
 def check_layout() -> None:
     model = nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(8)])  # 1 MiB each
     model.append(nn.Linear(1024, 2048, bias=False))  # 8 MiB
     inventory = model_state.read_inventory(model)
-    sizes, places = residency.build_layout(inventory, 2 * MIB)
+    sizes, places = residency.build_layout(memory, inventory, 2 * MIB)
     assert sizes == [2 * MIB] * 4 + [8 * MIB]
     assert [place.segment for place in places] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
-    assert all(place.offset_bytes % residency.ALIGNMENT_BYTES == 0 for place in places)
     many = nn.ModuleList([nn.Linear(64, 64) for _ in range(1000)])
-    sizes, _ = residency.build_layout(model_state.read_inventory(many), 1)
+    sizes, places = residency.build_layout(memory, model_state.read_inventory(many), 1)
     assert len(sizes) <= residency.MAX_SEGMENTS + 1
+    assert all(size % memory.granularity_bytes == 0 for size in sizes)
+    assert all(place.offset_bytes % memory.alignment_bytes == 0 for place in places)
+
+
+def check_layout_of_a_large_model() -> None:
+    """Llama 70B: 141 GB in fewer than 1,000 descriptors, and little that is not weights."""
+    hidden, inner, heads = 8192, 28672, 1024
+    with torch.device("meta"):
+        layers = [
+            [(hidden + 2 * heads, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
+            for _ in range(80)
+        ]
+        shapes = [(128256, hidden), *(shape for layer in layers for shape in layer)]
+        shapes += [(128256, hidden)]
+        model = nn.ParameterList(
+            [nn.Parameter(torch.empty(shape, dtype=torch.bfloat16)) for shape in shapes]
+        )
+    inventory = model_state.read_inventory(model)
+    sizes, _ = residency.build_layout(memory, inventory, 128 * MIB)
+    weights = sum(item.tensor.nbytes for item in inventory.tensors)
+    print(f"     {weights / 1e9:.1f} GB in {len(sizes)} segments", flush=True)
+    assert weights > 140e9 and len(sizes) < 1000
+    assert sum(sizes) < 1.01 * weights
 
 
 def check_extra_memory() -> None:
@@ -149,22 +247,27 @@ def check_extra_memory() -> None:
     model = nn.ModuleList([nn.Linear(4096, 4096, bias=False) for _ in range(8)])  # 64 MiB each
     before = held()
     peak = before
-    create, is_private = residency.segments.create, residency.is_private
+    is_private = residency.is_private
 
-    def note(size: int, name: str) -> int:
-        made.append(create(size, name))
-        return made[-1]
+    class Noting(HostMemory):
+        def allocate(self, size_bytes: int, name: str) -> tuple[int, int]:
+            fd, address = super().allocate(size_bytes, name)
+            made.append(fd)
+            return fd, address
 
     def sample(*arguments: object) -> bool:
         nonlocal peak
         peak = max(peak, held())
         return is_private(*arguments)
 
-    residency.segments.create, residency.is_private = note, sample
+    residency.is_private = sample
+    inventory = model_state.read_inventory(model)
+    noting = Noting()
     try:
-        published(model, 128 * MIB)
+        sizes, places = residency.build_layout(noting, inventory, 128 * MIB)
+        residency.move_into_segments(noting, inventory, sizes, places, "weights")
     finally:
-        residency.segments.create, residency.is_private = create, is_private
+        residency.is_private = is_private
     extra, left = (peak - before) / MIB, (held() - before) / MIB
     print(f"     extra MiB at the peak {extra:.1f}, afterwards {left:.1f}", flush=True)
     assert 60 <= extra <= 128 + 8
@@ -213,10 +316,115 @@ def check_quiesce() -> None:
         def fetch(self, key: dict[str, str]) -> tuple[Generation, list[int]]:
             return generation, [os.dup(fd) for fd in fds]
 
-    residency.VaultClient = Vault
-    kept.resume()
-    assert rights_at(address) == "r--s"
-    assert torch.equal(model.embed.weight, before)
+    client, residency.VaultClient = residency.VaultClient, Vault
+    try:
+        kept.quiesce()  # again is fine
+        kept.resume()
+        assert rights_at(address) == "r--s"
+        assert torch.equal(model.embed.weight, before)
+        kept.quiesce()
+        sound, generation = generation, published(nn.Linear(8, 8))[0]
+        try:
+            kept.resume()
+        except WcacheError as error:
+            assert "another layout" in str(error)
+        else:
+            raise AssertionError("other weights were mapped")
+        generation = sound
+        kept.resume()
+    finally:
+        residency.VaultClient = client
+
+
+def check_no_memory() -> None:
+    """Where the second segment does not fit, the model goes on, in part from the first."""
+
+    class Full(type(memory)):
+        def __init__(self) -> None:
+            self.left = 1
+
+        def allocate(self, size_bytes: int, name: str) -> tuple[int, int]:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError("no memory")
+            return memory.allocate(size_bytes, name)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(memory, name)
+
+    model = nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(4)])
+    before = [layer.weight.clone() for layer in model]
+    inventory = model_state.read_inventory(model)
+    sizes, places = residency.build_layout(memory, inventory, 2 * MIB)
+    open_before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    try:
+        residency.move_into_segments(Full(), inventory, sizes, places, "weights")
+    except OSError:
+        pass
+    else:
+        raise AssertionError(sizes)
+    assert len(os.listdir("/proc/self/fd")) == open_before  # noqa: PTH208
+    assert all(torch.equal(a, b.weight) for a, b in zip(before, model, strict=True))
+    for layer in model:
+        layer.weight.fill_(1.0)  # loading other weights would
+
+
+def check_checksum() -> None:
+    """Equal to the definition in plain integers, on whichever chunks it is computed."""
+    source = random.Random(1)  # noqa: S311 - no secret
+    data = bytearray(source.randbytes(8 * 1000))
+
+    def tensor() -> torch.Tensor:
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    right = plain_checksum(bytes(data))
+    whole, tensor_checksum._CHUNK_WORDS = tensor_checksum._CHUNK_WORDS, 7
+    try:
+        assert tensor_checksum.compute_checksum(tensor()) == right
+    finally:
+        tensor_checksum._CHUNK_WORDS = whole
+    assert tensor_checksum.compute_checksum(tensor()) == right
+    seen = {right}
+    for bit in (0, 63, 64 * 500 + 63, 64 * 1000 - 1):
+        data[bit // 8] ^= 1 << bit % 8
+        seen.add(tensor_checksum.compute_checksum(tensor()))
+        data[bit // 8] ^= 1 << bit % 8
+    data[:8], data[8:16] = data[8:16], data[:8]  # two words change places
+    seen.add(tensor_checksum.compute_checksum(tensor()))
+    data[8:16] = data[:8]
+    data[15] ^= 128  # words that differ in the highest bit alone, which the linear sum cannot see
+    seen.add(tensor_checksum.compute_checksum(tensor()))
+    data[7], data[15] = data[15], data[7]
+    seen.add(tensor_checksum.compute_checksum(tensor()))
+    assert len(seen) == 8
+    zeros = [torch.zeros(8 * n, dtype=torch.uint8) for n in (1, 2, 1000)]
+    assert len({tensor_checksum.compute_checksum(item) for item in zeros}) == 3
+
+
+def plain_checksum(data: bytes) -> str:
+    modulus = 1 << 64
+    linear = mixed = 0
+    for number, (word,) in enumerate(struct.iter_unpack("<Q", data)):
+        odd = 2 * number + 1
+        linear += word * odd
+        x = (word + odd * 0x9E3779B97F4A7C15) % modulus
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % modulus
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % modulus
+        mixed += x ^ x >> 31
+    sums = struct.pack("<QQQ", linear % modulus, mixed % modulus, len(data))
+    return hashlib.blake2b(sums, digest_size=16).hexdigest()
+
+
+def check_foreign_backend() -> None:
+    generation, fds = published(filled())
+    other = FakeGpu.backend if memory.backend == "memfd" else HostMemory.backend
+    object.__setattr__(generation, "backend", other)
+    try:
+        residency.map_generation(memory, generation, fds)
+    except WcacheError as error:
+        assert other in str(error)
+    else:
+        raise AssertionError(other)
 
 
 def check_linear() -> None:
@@ -235,19 +443,31 @@ def check_linear() -> None:
     assert utils.dispatch_cpu_unquantized_gemm is original
 
 
+# What does not depend on the memory, or is a CPU's own.
+ONCE = {"check_checksum", "check_extra_memory", "check_linear", "check_misfits"}
+
+
 def main() -> int:
+    global memory
+    wanted = sys.argv[1:]
     failed = 0
-    with torch.no_grad():
-        for name, act in sorted(globals().items()):
-            if name.startswith("check_"):
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        host, gpu = memory, FakeGpu(build_fake_cuda(Path(folder)))
+        for memory in (host, gpu):
+            for name, act in sorted(globals().items()):
+                once = name in ONCE and memory is not host
+                if not name.startswith("check_") or once or (wanted and name not in wanted):
+                    continue
+                residency.RESIDENT.clear()
+                residency.DETACHED.clear()
                 try:
                     act()
                 except Exception:
                     traceback.print_exc()
                     failed += 1
-                    print("FAIL", name, flush=True)
+                    print("FAIL", memory.backend, name, flush=True)
                 else:
-                    print("ok  ", name, flush=True)
+                    print("ok  ", memory.backend, name, flush=True)
     return 1 if failed else 0
 
 

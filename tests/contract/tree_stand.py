@@ -239,7 +239,10 @@ def who_am_i(store: Store) -> dict[str, str]:
         versions={"build": Path("/opt/warmhold/build-id").read_text().strip()},
         argv=["small_tree.py", str(PORT)],
         environment={},
+        files={},
+        packages=[],
         secrets={"KEY": "sk-tree"},
+        served=[],
         weights="weights-0",
     )
 

@@ -229,3 +229,12 @@ async def test_the_nonce_is_the_processes_own(tmp_path: Path) -> None:
         assert first["nonce"] == again["nonce"] and len(first["nonce"]) == 32
     async with serving(tmp_path) as stand:
         assert (await stand.ask(verb="state"))["nonce"] != first["nonce"]
+
+
+@on_loop
+async def test_a_client_that_takes_no_answer_ends_a_hold(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stand:
+        stand.engine.holds = {"wait_gone"}
+        answer = await stand.ask(verb="hold", timeout_s=0.05)
+        assert answer["code"] == "control.busy"
+        assert not stand.gate.is_shut and not stand.engine.is_shut_out

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from warmhold_entrypoint import pid1, runner
+from warmhold_entrypoint import ending, pid1
 from warmhold_entrypoint.settings import FIELDS, PREFIX, SECRETS, read_settings
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +181,7 @@ def test_who_stops_waits_longer_than_who_is_stopped(compose: Compose, drain_s: i
     environ = {} if drain_s is None else {f"{PREFIX}DRAIN_S": str(drain_s)}
     settings, faults, _ = read_settings(environ, ())
     assert faults == []
-    stop_wait_s, runner_s = settings.stop_wait_s, settings.env.drain_s + runner._DRAIN_MARGIN_S
+    stop_wait_s, runner_s = settings.stop_wait_s, settings.env.drain_s + ending.MARGIN_S
     assert grace_s > stop_wait_s > runner_s > settings.env.drain_s
     assert grace_s > stop_wait_s + pid1._KILL_TIMEOUT_S
 
@@ -190,6 +190,16 @@ def test_who_stops_waits_longer_than_who_is_stopped(compose: Compose, drain_s: i
 def test_no_device_is_reserved(name: str) -> None:
     reserving = {"deploy", "devices", "device_cgroup_rules", "gpus", "privileged", "runtime"}
     assert not reserving & set(read_compose(name))
+
+
+def test_one_gpu_is_reserved_by_one_file() -> None:
+    gpu = read_compose("compose.gpu.yaml")
+    (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    assert gpu["build"]["target"] == "cuda"
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    assert " AS cuda\n" in dockerfile
+    assert re.findall(r"\$\{(\w+)", (ROOT / "compose.gpu.yaml").read_text()) == [f"{PREFIX}IMAGE"]
 
 
 def test_rights_are_given_and_can_be_taken(compose: Compose) -> None:

@@ -178,14 +178,29 @@ def test_what_is_no_sealed_segment_is_refused(make: Callable[[], int]) -> None:
     assert open_fds() == before
 
 
-def test_count_backend_and_twins_are_checked() -> None:
+def test_count_and_twins_are_checked() -> None:
     generation, fds = make_generation()
     for fd in fds:
         segments.seal(fd)
     for wrong in (fds[:2], [*fds, fds[0]], [fds[0], fds[0], fds[1]]):
         with pytest.raises(WcacheError, match=r"wcache\.refused"):
             segments.check_segments(generation, wrong)
-    foreign, others = make_generation(backend="cuda-vmm")
-    with pytest.raises(WcacheError, match="not served here"):
-        segments.check_segments(foreign, others)
-    close_all([*fds, *others])
+    close_all(fds)
+
+
+@pytest.mark.parametrize("make", HOSTILE)
+def test_what_is_not_the_nvidia_drivers_is_refused(
+    make: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation, memfds = make_generation(backend="cuda-vmm")
+    hostile = make()
+    fds = [os.open("/dev/null", os.O_RDWR) for _ in memfds]
+    for given in (fds, memfds, [hostile] * 3):
+        with pytest.raises(WcacheError, match="segment 0 is not the NVIDIA driver's"):
+            segments.check_segments(generation, given)
+    monkeypatch.setattr(segments, "NVIDIA_MAJOR", os.major(Path("/dev/null").stat().st_rdev))
+    segments.check_segments(generation, fds)
+    if make is not device:  # which is one of that driver's now
+        with pytest.raises(WcacheError, match="segment 1 is not the NVIDIA driver's"):
+            segments.check_segments(generation, [fds[0], hostile, fds[2]])
+    close_all([*fds, *memfds, hostile])

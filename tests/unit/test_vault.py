@@ -27,6 +27,7 @@ from vault_process import (
 )
 from warmhold_entrypoint import fdstore, tree
 from warmhold_entrypoint.fdstore import FdStore
+from warmhold_wcache import segments
 from warmhold_wcache import vault as vault_module
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import MissError, WcacheError
@@ -82,6 +83,26 @@ def test_a_published_segment_is_sealed(tmp_path: Path) -> None:
         with pytest.raises(PermissionError):
             os.pwrite(fds[0], b"x", 0)
         close_all(fds)
+
+
+def test_a_generation_on_a_gpu_is_the_drivers_descriptors(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vault never asks what they are. /dev/null stands for the driver's device file."""
+    generation, memfds = make_generation(backend="cuda-vmm")
+    fds = [os.open("/dev/null", os.O_RDWR) for _ in memfds]
+    with running_vault(tmp_path, store) as (path, _), VaultClient(path) as client:
+        with pytest.raises(WcacheError, match="not the NVIDIA driver's"):
+            client.publish(generation, memfds)
+        monkeypatch.setattr(segments, "NVIDIA_MAJOR", 1)
+        client.publish(generation, fds)
+    with running_vault(tmp_path, store) as (path, _), VaultClient(path) as client:
+        back, others = client.fetch(generation.key)  # from the store
+        assert (back, len(others)) == (generation, len(fds))
+        assert all(os.fstat(fd).st_rdev == os.fstat(fds[0]).st_rdev for fd in others)
+        code, text = command(path, "verify", "--resident-only")
+        assert (code, "wcache.unsupported: GPU memory cannot be read here: " in text) == (1, True)
+    close_all([*fds, *memfds, *others])
 
 
 def test_several_models_lie_side_by_side_with_bytes_and_last_use(tmp_path: Path) -> None:

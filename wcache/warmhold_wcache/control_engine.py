@@ -49,6 +49,9 @@ class Engine(Protocol):
         """Accept no client any more, and close the connections on which no request runs. May be
         repeated."""
 
+    async def wait_gone(self) -> None:
+        """After `shut_out`, wait until no client is connected; no limit but the caller's."""
+
     async def let_in(self) -> None:
         """Accept clients again; nothing where they are accepted."""
 

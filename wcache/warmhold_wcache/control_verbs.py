@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from typing import Any
@@ -130,7 +130,9 @@ class Control:
                 self._advance(Phase.QUIESCING, "asked to hold")
                 self._gate.shut()
                 try:
-                    await self._empty(began, limit_s)
+                    await self._within(began, limit_s, self._gate.wait_empty())
+                    self._engine.shut_out()
+                    await self._within(began, limit_s, self._engine.wait_gone())
                 except BaseException as error:
                     await self._put_back((), error)
                     raise
@@ -205,17 +207,17 @@ class Control:
             remedy = "start with --load-format warmhold and one API server"
             raise ControlError("control.unsupported", obstacle, remedy)
 
-    async def _empty(self, began: float, limit_s: float) -> None:
-        """Wait until nobody is on the way to the engine, or one would reach it paused and hang."""
+    async def _within(self, began: float, limit_s: float, what: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout_at(began + limit_s):
-                await self._gate.wait_empty()
+                await what
         except TimeoutError:
             raise self._busy(limit_s) from None
 
     async def _drain(self, began: float, limit_s: float, done: list[str]) -> None:
         """Wait until nobody is inside, and then until the engine has finished."""
-        await self._empty(began, limit_s)
+        # Or one would reach it paused and hang.
+        await self._within(began, limit_s, self._gate.wait_empty())
         self._engine.shut_out()
         done.append("pause")
         try:

@@ -11,6 +11,8 @@ import socket
 from functools import partial
 from typing import Any
 
+_POLL_S = 0.01
+
 
 class Door:
     """The listeners of a `uvicorn.Server`; belongs to the event loop that serves them."""
@@ -28,6 +30,11 @@ class Door:
         self._server.servers.clear()
         for connection in list(self._server.server_state.connections):
             connection.shutdown()
+
+    async def wait_gone(self) -> None:
+        """After `shut`, wait until the last bytes of the last answer have gone out."""
+        while self._server.server_state.connections:
+            await asyncio.sleep(_POLL_S)
 
     async def open(self) -> None:
         """Accept again, those first who waited; nothing where the door is not shut."""

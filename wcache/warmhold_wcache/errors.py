@@ -4,7 +4,8 @@
 Codes: wcache.absent (no vault, or nothing resident), wcache.dead-socket (a socket nobody serves),
 wcache.hung (no answer in time), wcache.other-uid, wcache.refused, wcache.key-mismatch,
 wcache.in-use, wcache.malformed, wcache.too-large, wcache.unsupported (not possible here),
-wcache.not-resident (a preload that did not succeed).
+wcache.cuda (the NVIDIA driver refused a call), wcache.not-resident (a preload that did not
+succeed).
 """
 
 from collections.abc import Mapping

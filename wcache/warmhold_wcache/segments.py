@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments on a CPU: memfds, their seals, their mappings, and the check of foreign descriptors.
+"""Segments on a CPU: memfds, their seals, their mappings; and the check of foreign descriptors.
 
 A sealed segment cannot shrink, grow or be mapped writable anew; writable mappings that existed
 before stay. Mappings are made through the C library, because a segment has to come back at the
@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import stat
 from collections.abc import Callable, Sequence
 
 from .errors import WcacheError
@@ -23,6 +24,7 @@ _PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 _CHUNK_BYTES = 16 << 20
+NVIDIA_MAJOR = 195  # Documentation/admin-guide/devices.txt; /dev/nvidiactl is 195:255
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -114,9 +116,7 @@ def check_segments(generation: Generation, fds: Sequence[int]) -> None:
     """Given a generation and descriptors, raise WcacheError unless they can be its segments."""
     if len(fds) != len(generation.segments):
         raise _refused(f"{len(fds)} descriptors for {len(generation.segments)} segments")
-    check = _CHECKS.get(generation.backend)
-    if check is None:
-        raise _refused(f"backend {generation.backend} is not served here")
+    check = _CHECKS[generation.backend]
     seen = set()
     for index, (fd, segment) in enumerate(zip(fds, generation.segments, strict=True)):
         seen.add(check(index, fd, segment.size_bytes))
@@ -134,8 +134,20 @@ def _check_memfd(index: int, fd: int, size_bytes: int) -> object:
     return status.st_dev, status.st_ino
 
 
+def _check_cuda(index: int, fd: int, size_bytes: int) -> object:
+    # The driver's device file, to which it has tied an allocation. What that is, and its size, only
+    # a process with CUDA can ask: who maps it does, and takes a failure for a miss.
+    status = os.fstat(fd)
+    if not stat.S_ISCHR(status.st_mode) or os.major(status.st_rdev) != NVIDIA_MAJOR:
+        raise _refused(f"segment {index} is not the NVIDIA driver's")
+    return fd
+
+
 # A backend's check takes index, descriptor and size, and returns what tells allocations apart.
-_CHECKS: dict[str, Callable[[int, int, int], object]] = {"memfd": _check_memfd}
+_CHECKS: dict[str, Callable[[int, int, int], object]] = {
+    "memfd": _check_memfd,
+    "cuda-vmm": _check_cuda,
+}
 
 
 def _read_seals(fd: int) -> int:
@@ -147,7 +159,11 @@ def _read_seals(fd: int) -> int:
 
 
 def _refused(detail: str) -> WcacheError:
-    return WcacheError("wcache.refused", detail, "publish sealed memfds of the described sizes")
+    return WcacheError(
+        "wcache.refused",
+        detail,
+        "publish sealed memfds of the described sizes, or what CUDA exports",
+    )
 
 
 def _anonymous() -> int:

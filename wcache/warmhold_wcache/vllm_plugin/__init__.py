@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of warmhold that runs inside vLLM: a weight loader and a control socket. Alone here
-torch and vLLM are imported.
+"""The part of warmhold that runs inside vLLM: a weight loader, a sleep mode and a control socket.
+Alone here torch and vLLM are imported.
 
 `register` is an entry point of `vllm.general_plugins`, so vLLM calls it in every process, also for
-users who never ask for this loader: it adds a name to a table and changes nothing else. What
-replaces vLLM's own code is put in place by the loader, when it is asked to load.
+users who never ask for any of it: it adds names to tables and changes nothing else. What replaces
+vLLM's own code is put in place by the loader, when it is asked to load.
 """
+
+from contextlib import suppress
 
 
 def register() -> None:
-    """Add the load format `warmhold`, and on a CPU, where upstream's cannot work, `ipc_cache`.
+    """Add the load format `warmhold`; on a CPU, where upstream's cannot work, also `ipc_cache`; on
+    an NVIDIA GPU the sleep mode `warmhold`.
 
     Called more than once per process without harm, as vLLM's plug-ins must be.
     """
@@ -24,3 +27,8 @@ def register() -> None:
         model_loader.register_model_loader("warmhold")(WarmholdLoader)
     if current_platform.is_cpu():
         table["ipc_cache"] = WarmholdLoader
+    if current_platform.is_cuda():
+        with suppress(ImportError):  # before vLLM 0.33 there is one sleep mode
+            from warmhold_wcache.vllm_plugin.sleep_backend import register_sleep_backend
+
+            register_sleep_backend()

@@ -17,11 +17,13 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from warmhold_wcache.generation import Generation
 from warmhold_wcache.vllm_plugin import model_state, residency
 from warmhold_wcache.vllm_plugin.cpu_linear import mark_packed
+from warmhold_wcache.vllm_plugin.memory import Memory
 from warmhold_wcache.vllm_plugin.model_state import StructureError
 from warmhold_wcache.vllm_plugin.support import find_unsupported
 
 
 def build_on(
+    memory: Memory,
     generation: Generation,
     addresses: Sequence[int],
     vllm_config: Any,
@@ -43,7 +45,7 @@ def build_on(
             raise StructureError(reason)
         plain = frozenset(generation.attributes.get("plain", ()))
         model_state.check_shapes(model_state.read_shapes(model), _stored_shapes(generation, plain))
-        tensors = residency.read_tensors(generation, addresses, copy)
+        tensors = residency.read_tensors(memory, generation, addresses, copy)
         model_state.set_tensors(model, tensors, generation.aliases, plain)
         model_state.set_scalars(model, generation.attributes.get("scalars", {}))
         mark_packed(model, generation.attributes.get("packed", []))

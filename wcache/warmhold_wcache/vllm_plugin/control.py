@@ -151,6 +151,11 @@ class VllmEngine:
         if self._door is not None:
             self._door.shut()
 
+    async def wait_gone(self) -> None:
+        """Wait until no client is connected."""
+        if self._door is not None:
+            await self._door.wait_gone()
+
     async def let_in(self) -> None:
         """Accept clients again."""
         if self._door is not None:

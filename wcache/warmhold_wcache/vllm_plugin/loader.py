@@ -2,17 +2,16 @@
 """The weight loader: a hit maps what the vault holds, a miss loads from disk and publishes.
 
 One process start loads once: where the vault has no such weights they are read from disk in the
-same process, moved into segments and published, so that the next start finds them. On a CPU
-tensors are taken as loaded, before vLLM's post-processing, which runs on a hit as it does on a
-miss; so a hit does not depend on what post-processing keeps outside of the model's tensors.
+same process, moved into segments and published, so that the next start finds them. Tensors are
+taken as loaded, before vLLM's post-processing, which runs on a hit as it does on a miss; so a hit
+does not depend on what post-processing keeps outside of the model's tensors.
 """
 
 import gc
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,31 +24,29 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from warmhold_wcache.client import VaultClient
-from warmhold_wcache.content import Content, ContentError, compute_content, read_versions
+from warmhold_wcache.content import Content, read_versions
 from warmhold_wcache.errors import MissError, WcacheError
 from warmhold_wcache.generation import Generation
 from warmhold_wcache.vllm_plugin import model_state, residency
 from warmhold_wcache.vllm_plugin.build import build_on
 from warmhold_wcache.vllm_plugin.cpu_linear import (
     CpuLinear,
-    describe_cpu_linear,
     forget_heads,
     guard_loading,
     prepare_shared,
     select_cpu_linear,
 )
-from warmhold_wcache.vllm_plugin.exact_key import build_exact_key
+from warmhold_wcache.vllm_plugin.memory import Memory
 from warmhold_wcache.vllm_plugin.model_state import StructureError
 from warmhold_wcache.vllm_plugin.options import Options, Source, read_options
 from warmhold_wcache.vllm_plugin.outcome import Outcome, write_outcome
 from warmhold_wcache.vllm_plugin.publish import publish
 from warmhold_wcache.vllm_plugin.support import find_unsupported
+from warmhold_wcache.vllm_plugin.wanted import Wanted, find_wanted, read_external_bytes
 from warmhold_wcache.vllm_plugin.worker_methods import add_worker_methods
 
 logger = init_logger("vllm.warmhold")  # below vLLM's own, or its handlers would not see it
 
-_STAGE = "loaded"
-_PROGRESS_EVERY_S = 5.0
 _RETRY_S = 0.2
 
 
@@ -86,7 +83,7 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
         """Bytes of device memory that another process holds for this model: none on a CPU."""
-        return 0
+        return read_external_bytes(vllm_config, self._device(vllm_config), self.options, self.disk)
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """Given the configuration, return the model with its weights, from the vault or from
@@ -112,9 +109,10 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
     def _load(
         self, vllm_config: Any, model_config: Any, prefix: str, outcome: Outcome
     ) -> nn.Module:
-        key, content, folder = self._read_key(vllm_config, model_config, outcome)
-        if key is not None and self.options.source is not Source.DISK:
-            model = self._try_vault(vllm_config, model_config, prefix, key, outcome)
+        device = self._device(vllm_config)
+        wanted = find_wanted(vllm_config, model_config, device, self.options, self.disk, outcome)
+        if wanted is not None and self.options.source is not Source.DISK:
+            model = self._try_vault(vllm_config, model_config, prefix, wanted, outcome)
             if model is not None:
                 return model
         if self.options.source is Source.IPC_CACHE or self.waits:
@@ -123,82 +121,40 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
                 f"the weights are not in the vault: {outcome.reason}",
                 "start once with mode auto, or preload the model",
             )
-        return self._load_from_disk(
-            vllm_config, model_config, prefix, key, content, folder, outcome
-        )
-
-    def _read_key(
-        self, vllm_config: Any, model_config: Any, outcome: Outcome
-    ) -> tuple[dict[str, str] | None, Content | None, Path | None]:
-        """The exact key; None, with the reason in the outcome, where there can be none."""
-        if not current_platform.is_cpu():
-            outcome.miss("wcache.unsupported", "the vault serves this device type not yet")
-            return None, None, None
-        if getattr(vllm_config.parallel_config, "enable_eplb", False):
-            outcome.miss("wcache.unsupported", "experts are moved at run time (EPLB)")
-            return None, None, None
-        if self.options.disk_format == "dummy":
-            outcome.miss("wcache.unsupported", "dummy weights have no content")
-            return None, None, None
-        try:
-            with outcome.phase("content"):
-                folder = self._find_folder(model_config)
-                content = compute_content(folder, self.options.digests, _log_progress())
-        except (ContentError, OSError) as error:
-            outcome.miss("wcache.unsupported", f"no content identity: {error}", warn=True)
-            return None, None, None
-        key = build_exact_key(
-            vllm_config,
-            model_config,
-            content,
-            device=current_platform.device_type,
-            stage=_STAGE,
-            cpu_linear=describe_cpu_linear(CpuLinear(self.options.cpu_linear)),
-            disk_format=self.options.disk_format,
-        )
-        return key, content, folder
-
-    def _find_folder(self, model_config: Any) -> Path:
-        model = Path(model_config.model)
-        if model.is_dir():
-            return model
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        where = {"cache_dir": self.load_config.download_dir, "revision": model_config.revision}
-        with suppress(LocalEntryNotFoundError):
-            folder = Path(snapshot_download(model_config.model, local_files_only=True, **where))
-            if read_versions(folder):
-                return folder
-        self.disk.download_model(model_config)
-        return Path(snapshot_download(model_config.model, local_files_only=True, **where))
+        return self._load_from_disk(vllm_config, model_config, prefix, wanted, outcome)
 
     def _try_vault(
         self,
         vllm_config: Any,
         model_config: Any,
         prefix: str,
-        key: dict[str, str],
+        wanted: Wanted,
         outcome: Outcome,
     ) -> nn.Module | None:
         """The model on the vault's weights; None, with the reason in the outcome, on a miss."""
         try:
             with outcome.phase("fetch"), self._client() as client:
-                generation, fds = self._fetch(client, key)
+                generation, fds = self._fetch(client, wanted.key)
         except MissError as error:
             outcome.miss(error.code, error.detail, error.fields)
             return None
         except (WcacheError, OSError) as error:
             outcome.miss(getattr(error, "code", "wcache.absent"), str(error), warn=True)
             return None
+        memory = wanted.memory
         try:
             with outcome.phase("map"):
-                addresses = residency.map_generation(generation, fds)
+                addresses = residency.map_generation(memory, generation, fds)
+        except (WcacheError, OSError) as error:
+            self._release(generation)
+            outcome.miss("wcache.refused", f"the weights cannot be mapped: {error}", warn=True)
+            return None
         finally:
             residency.close_all(fds)
         try:
             with outcome.phase("build"):
                 model = build_on(
+                    memory,
                     generation,
                     addresses,
                     vllm_config,
@@ -208,7 +164,7 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
                     copy=self.options.copy,
                 )
         except Exception as error:
-            residency.unmap(generation, addresses)
+            residency.unmap(memory, generation, addresses)
             self._release(generation)
             known = isinstance(error, StructureError)
             outcome.miss("wcache.unsupported", str(error) or repr(error), warn=True)
@@ -219,10 +175,10 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
             return None
         outcome.hit(generation)
         if self.options.copy:
-            residency.unmap(generation, addresses)
+            residency.unmap(memory, generation, addresses)
             self._release(generation, drop=self.options.release)
         else:
-            self._keep(generation, addresses, model)
+            self._keep(memory, generation, addresses, model)
         return model
 
     def _fetch(self, client: VaultClient, key: dict[str, str]) -> tuple[Generation, list[int]]:
@@ -239,9 +195,12 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
     def _client(self) -> VaultClient:
         return VaultClient(self.options.socket_path, self.options.connect_timeout_s)
 
-    def _keep(self, generation: Generation, addresses: list[int], model: nn.Module) -> None:
+    def _keep(
+        self, memory: Memory, generation: Generation, addresses: list[int], model: nn.Module
+    ) -> None:
         kept = residency.Residency(
-            generation, addresses, self.options.socket_path, self.options.connect_timeout_s
+            *(memory, generation, addresses),
+            *(self.options.socket_path, self.options.connect_timeout_s),
         )
         residency.keep(kept, model)
 
@@ -256,12 +215,10 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
         vllm_config: Any,
         model_config: Any,
         prefix: str,
-        key: dict[str, str] | None,
-        content: Content | None,
-        folder: Path | None,
+        wanted: Wanted | None,
         outcome: Outcome,
     ) -> nn.Module:
-        if key is None:
+        if wanted is None:
             with outcome.phase("load"):
                 model: nn.Module = self.disk.load_model(
                     vllm_config=vllm_config, model_config=model_config, prefix=prefix
@@ -269,40 +226,58 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
             outcome.size_bytes = _model_bytes(model)
             return model
         device = self._device(vllm_config)
+        # vLLM's pool for sleep mode is not for weights that are going to move.
+        sleeps = getattr(vllm_config.model_config, "enable_cumem_allocator", False)
+        moves = outcome.publishes and sleeps
         with set_default_torch_dtype(model_config.dtype):
-            with outcome.phase("load"):
-                with device:
-                    model = self.disk.create_model(
-                        vllm_config=vllm_config, model_config=model_config, prefix=prefix
-                    )
-                shapes = model_state.read_shapes(model)
-                scalars = model_state.read_scalars(model)
-                self.disk.load_weights(model, model_config)
-                gc.collect()
-            outcome.size_bytes = _model_bytes(model)
-            reason = find_unsupported(model)
-            if not reason and model_state.read_shapes(model) != shapes:
-                reason = "loading changes the shapes of tensors"
-            if not reason and folder and content and read_versions(folder) != content.versions:
-                reason = "weight files changed while they were loaded"
-            if reason:
-                outcome.not_published(reason)
-            elif not outcome.publishes:
-                outcome.not_published(outcome.unpublished or "not asked for")
-            else:
-                changed = model_state.find_changed(scalars, model_state.read_scalars(model))
-                if self.options.cpu_linear == CpuLinear.SHARED:
-                    with outcome.phase("pack"):
-                        prepare_shared(model)
-                publish(model, model_config, key, changed, self._with_content(content), outcome)
+            with wanted.memory.loading() if moves else nullcontext():
+                with outcome.phase("load"):
+                    with device:
+                        model = self.disk.create_model(
+                            vllm_config=vllm_config, model_config=model_config, prefix=prefix
+                        )
+                    shapes = model_state.read_shapes(model)
+                    scalars = model_state.read_scalars(model)
+                    self.disk.load_weights(model, model_config)
+                    gc.collect()
+                outcome.size_bytes = _model_bytes(model)
+                reason = find_unsupported(model)
+                if not reason and model_state.read_shapes(model) != shapes:
+                    reason = "loading changes the shapes of tensors"
+                if not reason and read_versions(wanted.folder) != wanted.content.versions:
+                    reason = "weight files changed while they were loaded"
+                if reason:
+                    outcome.not_published(reason)
+                elif not outcome.publishes:
+                    outcome.not_published(outcome.unpublished or "not asked for")
+                else:
+                    self._publish(model, model_config, wanted, scalars, outcome)
+            if moves and "move" not in outcome.seconds:
+                residency.move_to_pool(wanted.memory, model_state.read_inventory(model))
             with device:
                 process_weights_after_loading(model, model_config, device)
             gc.collect()
         return model.eval()
 
-    def _with_content(self, content: Content | None) -> Options:
+    def _publish(
+        self,
+        model: nn.Module,
+        model_config: Any,
+        wanted: Wanted,
+        scalars: dict[str, dict[str, Any]],
+        outcome: Outcome,
+    ) -> None:
+        """Publish a loaded model, given the plain values that it had before."""
+        changed = model_state.find_changed(scalars, model_state.read_scalars(model))
+        if outcome.cpu_linear == CpuLinear.SHARED:
+            with outcome.phase("pack"):
+                prepare_shared(model)
+        options = self._with_content(wanted.content)
+        publish(model, model_config, wanted, changed, options, outcome)
+
+    def _with_content(self, content: Content) -> Options:
         """The settings with the content in the launch key: before a first load nobody knows it."""
-        if content is None or "content" not in self.options.launch_key:
+        if "content" not in self.options.launch_key:
             return self.options
         launch_key = {**self.options.launch_key, "content": content.digest}
         return replace(self.options, launch_key=launch_key)
@@ -313,16 +288,3 @@ class WarmholdLoader(BaseModelLoader):  # type: ignore[misc]
 
 def _model_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-
-
-def _log_progress() -> Any:
-    last = time.monotonic()
-
-    def progress(done_bytes: int, total_bytes: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last > _PROGRESS_EVERY_S:
-            last = now
-            logger.info("reading weight files done=%d total=%d", done_bytes, total_bytes)
-
-    return progress

@@ -5,12 +5,10 @@ Without a vault nothing is moved. A vault that fails afterwards leaves a model t
 segments of its own.
 """
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from torch import nn
-from vllm.platforms import current_platform
 
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import WcacheError
@@ -19,18 +17,20 @@ from warmhold_wcache.vllm_plugin import model_state, residency
 from warmhold_wcache.vllm_plugin.cpu_linear import list_packed
 from warmhold_wcache.vllm_plugin.options import Options
 from warmhold_wcache.vllm_plugin.outcome import Outcome
+from warmhold_wcache.vllm_plugin.wanted import Wanted
 
 
 def publish(
     model: nn.Module,
     model_config: Any,
-    key: Mapping[str, str],
+    wanted: Wanted,
     scalars: dict[str, dict[str, Any]],
     options: Options,
     outcome: Outcome,
 ) -> None:
-    """Given a loaded model, its exact key and the plain values that loading set, publish it; what
-    happened, and why nothing did, is in the outcome."""
+    """Given a loaded model, what it is published as and the plain values that loading set, publish
+    it; what happened, and why nothing did, is in the outcome."""
+    memory, key = wanted.memory, wanted.key
     try:
         with VaultClient(options.socket_path, options.connect_timeout_s) as client:
             resident = any(entry["key"] == key for entry in client.stat())
@@ -42,15 +42,19 @@ def publish(
         outcome.not_published("these weights are in the vault already")
         return
     _retie(model, model_config)
-    with outcome.phase("move"):
-        inventory = model_state.read_inventory(model)
-        sizes, places = residency.build_layout(inventory, options.segment_bytes)
-        made, fds = residency.move_into_segments(inventory, sizes, places, "weights")
+    inventory = model_state.read_inventory(model)
+    sizes, places = residency.build_layout(memory, inventory, options.segment_bytes)
+    try:
+        with outcome.phase("move"):
+            made, fds = residency.move_into_segments(memory, inventory, sizes, places, "weights")
+    except (WcacheError, OSError) as error:
+        outcome.not_published(str(error), warn=True)
+        return
     generation = Generation(
-        key=dict(key),
+        key=key,
         launch_key=dict(options.launch_key),
-        backend="memfd",
-        device=current_platform.device_type,
+        backend=memory.backend,
+        device=memory.device,
         model=str(model_config.model),
         segments=made,
         tensors=tuple(places),
@@ -74,10 +78,10 @@ def publish(
     finally:
         residency.close_all(fds)
     addresses = [segment.address for segment in made]
-    residency.keep(
-        residency.Residency(generation, addresses, options.socket_path, options.connect_timeout_s),
-        model,
+    kept = residency.Residency(
+        *(memory, generation, addresses), *(options.socket_path, options.connect_timeout_s)
     )
+    residency.keep(kept, model)
 
 
 def _retie(model: nn.Module, model_config: Any) -> None:

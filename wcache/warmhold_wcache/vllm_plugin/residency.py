@@ -7,8 +7,6 @@ view belongs to a Residency, which lives as long as the process: views hold addr
 references.
 """
 
-import ctypes
-import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from warmhold_wcache import pages, segments
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.generation import Generation, Segment, Tensor
+from warmhold_wcache.vllm_plugin.memory import Memory
 from warmhold_wcache.vllm_plugin.model_state import (
     BUFFER,
     Found,
@@ -30,16 +28,6 @@ from warmhold_wcache.vllm_plugin.model_state import (
     dtype_name,
 )
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (*(ctypes.c_void_p, ctypes.c_size_t), *(ctypes.c_int,) * 3, ctypes.c_long)
-_libc.mremap.restype = ctypes.c_void_p
-_libc.mremap.argtypes = (ctypes.c_void_p, *(ctypes.c_size_t,) * 2, ctypes.c_int, ctypes.c_void_p)
-_FAILED = ctypes.c_void_p(-1).value
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_MAYMOVE, _FIXED = 1, 2  # linux/mman.h
-
-ALIGNMENT_BYTES = 64  # torch's own CPU allocations have it, and vector loads like it
 MAX_SEGMENTS = 200
 # Post-processing and forward passes write into small buffers (scales, counters) and never into
 # weights. What is smaller is therefore private in every mode; what is larger is mapped read-only.
@@ -50,6 +38,7 @@ PRIVATE_BUFFER_BYTES = 1 << 20
 class Residency:
     """One generation mapped in this process; `addresses` go with its segments."""
 
+    memory: Memory
     generation: Generation
     addresses: list[int]
     socket_path: Path
@@ -61,7 +50,7 @@ class Residency:
         resume(). The lease stays: it is the process's."""
         self.mapped = False  # first: where only some can be unmapped, resume() maps all again
         for segment, address in zip(self.generation.segments, self.addresses, strict=True):
-            segments.unmap_keep_address(address, segment.size_bytes)
+            self.memory.unmap_keep_address(address, segment.size_bytes)
 
     def resume(self) -> None:
         """Fetch the generation again and map it where it was; raise WcacheError where it is
@@ -69,12 +58,15 @@ class Residency:
         if self.mapped:
             return
         with VaultClient(self.socket_path, self.timeout_s) as client:
-            _, fds = client.fetch(self.generation.key)
+            fetched, fds = client.fetch(self.generation.key)
         try:
+            if not _same_layout(fetched, self.generation):
+                detail = "the vault holds these weights in another layout by now"
+                raise WcacheError("wcache.refused", detail, "restart the engine")
             for segment, address, fd in zip(
                 self.generation.segments, self.addresses, fds, strict=True
             ):
-                segments.map_read_only(fd, segment.size_bytes, address)
+                self.memory.map(fd, segment.size_bytes, address)
         finally:
             close_all(fds)
         self.mapped = True
@@ -113,7 +105,7 @@ def detach() -> None:
         for segment, address in zip(
             residency.generation.segments, residency.addresses, strict=True
         ):
-            _make_private(address, segment.size_bytes)
+            residency.memory.make_private(address, segment.size_bytes)
         RESIDENT.pop()
         DETACHED.append(residency.generation.id)
         with (
@@ -123,16 +115,20 @@ def detach() -> None:
             client.release(residency.generation.id)
 
 
-def build_layout(inventory: Inventory, segment_bytes: int) -> tuple[list[int], list[Tensor]]:
-    """Given a model's tensors and the size that a segment should not exceed, return the sizes of
-    the segments and each tensor's place. A tensor that is larger has a segment of its own."""
-    total = sum(_span_bytes(item.tensor) for item in inventory.tensors)
-    limit = max(segment_bytes, -(-total // MAX_SEGMENTS) + ALIGNMENT_BYTES)
+def build_layout(
+    memory: Memory, inventory: Inventory, segment_bytes: int
+) -> tuple[list[int], list[Tensor]]:
+    """Given a memory, a model's tensors and the size that a segment should not exceed, return the
+    sizes of the segments and each tensor's place. A tensor that is larger has a segment of its own.
+    """
+    align = memory.alignment_bytes
+    total = sum(_up(_span_bytes(item.tensor), align) for item in inventory.tensors)
+    limit = max(segment_bytes, -(-total // MAX_SEGMENTS) + align)
     sizes: list[int] = []
     tensors: list[Tensor] = []
     for item in inventory.tensors:
         span = _span_bytes(item.tensor)
-        offset = -(-sizes[-1] // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if sizes else 0
+        offset = _up(sizes[-1], align) if sizes else 0
         if not sizes or (offset + span > limit and sizes[-1] > 0):
             sizes.append(0)
             offset = 0
@@ -148,74 +144,98 @@ def build_layout(inventory: Inventory, segment_bytes: int) -> tuple[list[int], l
             )
         )
         sizes[-1] = offset + span
-    page = os.sysconf("SC_PAGE_SIZE")
-    return [max(page, -(-size // page) * page) for size in sizes], tensors
+    unit = memory.granularity_bytes
+    return [max(unit, _up(size, unit)) for size in sizes], tensors
 
 
 def move_into_segments(
-    inventory: Inventory, sizes: Sequence[int], places: Sequence[Tensor], name: str
+    memory: Memory, inventory: Inventory, sizes: Sequence[int], places: Sequence[Tensor], name: str
 ) -> tuple[tuple[Segment, ...], list[int]]:
-    """Given a model's tensors and their layout, copy them into new sealed segments and let them go
-    on there, read-only; return the segments and their descriptors, which the caller closes.
+    """Given a memory, a model's tensors and their layout, copy them into new sealed segments and
+    let them go on there, read-only; return the segments and their descriptors, which the caller
+    closes.
 
     A tensor's own memory is freed as soon as it was copied: one segment is the most that is held
-    twice."""
-    made: list[Segment] = []
+    twice. Where memory does not suffice the model goes on as it is, part of it in segments that are
+    writable still."""
     fds: list[int] = []
+    addresses: list[int] = []
     by_segment: dict[int, list[tuple[Found, Tensor]]] = {}
     for item, place in zip(inventory.tensors, places, strict=True):
         by_segment.setdefault(place.segment, []).append((item, place))
     try:
         for index, size in enumerate(sizes):
-            fd = segments.create(size, f"{name}-{index}")
+            fd, address = memory.allocate(size, f"{name}-{index}")
             fds.append(fd)
-            address = segments.map_writable(fd, size)
+            addresses.append(address)
             for item, place in by_segment.get(index, []):
-                view = view_at(address, size, place)
+                view = view_at(memory, address, size, place)
                 view.copy_(item.tensor.detach())
                 if not is_private(place, view.nbytes):
                     item.tensor.data = view
                     for twin in item.twins:
                         twin.data = view
-            # The same range again, read-only: the seal forbids new writable mappings, and none is
-            # left.
-            segments.map_read_only(fd, size, address)
-            segments.seal(fd)
-            made.append(Segment(size, address, segments.checksum(fd, size)))
+            memory.trim()
+        made = []
+        for fd, address, size in zip(fds, addresses, sizes, strict=True):
+            memory.freeze(fd, address, size)
+            made.append(Segment(size, address, memory.checksum(fd, address, size)))
     except BaseException:
         close_all(fds)
         raise
-    pages.trim_heap()  # most of what was just moved
     return tuple(made), fds
 
 
-def map_generation(generation: Generation, fds: Sequence[int]) -> list[int]:
-    """Given a generation and its descriptors, map every segment read-only; return the addresses."""
+def move_to_pool(memory: Memory, inventory: Inventory) -> None:
+    """Given a memory and the tensors of a model that was loaded in its `loading`, and that no
+    segments take, move them to where vLLM would have loaded them. One is held twice."""
+    for item in inventory.tensors:
+        moved = item.tensor.detach().clone()
+        with memory.loading():
+            for tensor in (item.tensor, *item.twins):
+                tensor.data = moved
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in a segment of this process, also while that is unmapped."""
+    return any(
+        address <= tensor.data_ptr() < address + segment.size_bytes
+        for resident in RESIDENT
+        for segment, address in zip(resident.generation.segments, resident.addresses, strict=True)
+    )
+
+
+def map_generation(memory: Memory, generation: Generation, fds: Sequence[int]) -> list[int]:
+    """Given a memory, a generation and its descriptors, map every segment read-only; return the
+    addresses."""
+    if generation.backend != memory.backend:
+        detail = f"the generation is {generation.backend}, this device {memory.backend}"
+        raise WcacheError("wcache.refused", detail)
     addresses: list[int] = []
     try:
         for segment, fd in zip(generation.segments, fds, strict=True):
-            addresses.append(segments.map_read_only(fd, segment.size_bytes))
+            addresses.append(memory.map(fd, segment.size_bytes))
     except BaseException:
-        unmap(generation, addresses)
+        unmap(memory, generation, addresses)
         raise
     return addresses
 
 
-def unmap(generation: Generation, addresses: Sequence[int]) -> None:
+def unmap(memory: Memory, generation: Generation, addresses: Sequence[int]) -> None:
     """Given what map_generation returned, unmap it; no view of it may be used afterwards."""
     for segment, address in zip(generation.segments, addresses, strict=False):
-        segments.unmap(address, segment.size_bytes)
+        memory.unmap(address, segment.size_bytes)
 
 
 def read_tensors(
-    generation: Generation, addresses: Sequence[int], copy: bool
+    memory: Memory, generation: Generation, addresses: Sequence[int], copy: bool
 ) -> dict[str, tuple[str, torch.Tensor]]:
     """Given a mapped generation, return its tensors by name with their kind: views, or private
     copies of small buffers and, with `copy`, of everything."""
     tensors = {}
     for place in generation.tensors:
         size = generation.segments[place.segment].size_bytes
-        view = view_at(addresses[place.segment], size, place)
+        view = view_at(memory, addresses[place.segment], size, place)
         if copy or is_private(place, view.nbytes):
             view = view.clone()
         tensors[place.name] = (place.kind, view)
@@ -227,28 +247,20 @@ def is_private(place: Tensor, size_bytes: int) -> bool:
     return place.kind == BUFFER and size_bytes <= PRIVATE_BUFFER_BYTES
 
 
-def view_at(address: int, size_bytes: int, place: Tensor) -> torch.Tensor:
+def view_at(memory: Memory, address: int, size_bytes: int, place: Tensor) -> torch.Tensor:
     """Given a mapping and a tensor's place in it, return the tensor there, without a copy."""
     dtype: torch.dtype = getattr(torch, place.dtype)
+    whole = memory.view(address, size_bytes)
     if 0 in place.shape:
-        return torch.empty(place.shape, dtype=dtype)
-    memory = (ctypes.c_char * size_bytes).from_address(address)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.empty(place.shape, dtype=dtype, device=whole.device)
     room = (size_bytes - place.offset_bytes) // dtype.itemsize * dtype.itemsize
     flat = whole[place.offset_bytes : place.offset_bytes + room].view(dtype)
     return flat.as_strided(place.shape, place.stride)
 
 
-def _make_private(address: int, size_bytes: int) -> None:
-    copy = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE, -1, 0)
-    if copy in (None, _FAILED):
-        raise OSError(ctypes.get_errno(), f"no memory for a private copy of {size_bytes} bytes")
-    ctypes.memmove(copy, address, size_bytes)
-    # In one step: no reader finds a hole, or memory that is half copied.
-    if _libc.mremap(copy, size_bytes, size_bytes, _MAYMOVE | _FIXED, address) in (None, _FAILED):
-        code = ctypes.get_errno()
-        segments.unmap(copy, size_bytes)
-        raise OSError(code, "mremap of a private copy")
+def _same_layout(one: Generation, other: Generation) -> bool:
+    sizes = [[segment.size_bytes for segment in item.segments] for item in (one, other)]
+    return sizes[0] == sizes[1] and one.tensors == other.tensors
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -266,6 +278,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:

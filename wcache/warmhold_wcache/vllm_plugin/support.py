@@ -7,13 +7,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-# Their post-processing on a CPU writes into no weight: it packs a copy, or does nothing. Others may
-# transform in place, and a shared segment is read-only.
+# Their post-processing writes into no weight: on a CPU it packs a copy, on a GPU it does nothing.
+# Others may transform in place, and a shared segment is read-only.
 _SAFE = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, BaseKVCacheMethod)
 
 
 def find_unsupported(model: nn.Module) -> str:
-    """Given a model, return why its tensors cannot be shared on a CPU; "" where they can."""
+    """Given a model, return why its tensors cannot be shared; "" where they can."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase) and not isinstance(method, _SAFE):

@@ -8,12 +8,13 @@ those for answers to its next call.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 import numpy
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
@@ -35,7 +36,7 @@ _WRITERS = (
 
 def add_worker_methods() -> None:
     """Add `warmhold_state`, `warmhold_quiesce` and `warmhold_resume` to this process's workers,
-    and let whatever writes into weights make them private first."""
+    let whatever writes into weights make them private first, and keep a wake-up from writing."""
     WorkerBase.warmhold_state = _state
     WorkerBase.warmhold_quiesce = _quiesce
     WorkerBase.warmhold_resume = _resume
@@ -43,6 +44,8 @@ def add_worker_methods() -> None:
         method = getattr(Worker, name, None)
         if method is not None and not hasattr(method, "warmhold"):
             setattr(Worker, name, _detaching(method))
+    if not hasattr(Worker.wake_up, "warmhold"):
+        Worker.wake_up = _keeping_shared(Worker.wake_up)
 
 
 def _detaching(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,6 +56,37 @@ def _detaching(method: Callable[..., Any]) -> Callable[..., Any]:
 
     detach_and_call.warmhold = True  # type: ignore[attr-defined]
     return detach_and_call
+
+
+def _keeping_shared(wake_up: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(wake_up)
+    def forget_and_wake_up(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        _forget_shared(worker)
+        return wake_up(worker, *args, **kwargs)
+
+    forget_and_wake_up.warmhold = True  # type: ignore[attr-defined]
+    return forget_and_wake_up
+
+
+def _forget_shared(worker: Any) -> None:
+    """Before a wake-up, forget what vLLM copied of shared tensors when it fell into a sleep of
+    level 2: it would write the copies back, into tensors that kept their values and are
+    read-only."""
+    saved = getattr(worker, "_sleep_saved_buffers", {})
+    drafts = getattr(worker, "_sleep_saved_draft_buffers", {})
+    parameters = getattr(worker, "_sleep_saved_parameters", {})
+    if saved:
+        _drop_shared(saved, worker.model_runner.model.named_buffers())
+    if drafts:
+        _drop_shared(drafts, worker.get_draft_model().named_buffers())
+    if parameters:
+        _drop_shared(parameters, worker._get_sleep_parameters(worker.model_runner.model).items())
+
+
+def _drop_shared(saved: dict[str, Any], tensors: Iterable[tuple[str, Any]]) -> None:
+    for name, tensor in tensors:
+        if name in saved and residency.is_shared(tensor):
+            del saved[name]
 
 
 def _state(worker: Any) -> dict[str, Any]:
@@ -110,14 +144,29 @@ def _reseed() -> None:
 
 
 def _try_all(worker: Any, act: Callable[[residency.Residency], None]) -> dict[str, Any]:
-    """Do it to every generation; return the state, with `error` (code, detail, remedy) where one
-    failed."""
+    """Do it to every generation, or let vLLM's worker sleep or wake up with our sleep mode, which
+    does so too; return the state, with `error` (code, detail, remedy) where it failed."""
     try:
-        for resident in residency.RESIDENT:
-            act(resident)
-    except (WcacheError, OSError) as error:
+        if not _has_sleep_mode(worker):
+            for resident in residency.RESIDENT:
+                act(resident)
+        elif act is residency.Residency.quiesce:
+            worker.sleep()
+        else:
+            worker.wake_up()
+    except Exception as error:  # a sleep raises whatever upstream's parts do
         known = (
             error if isinstance(error, WcacheError) else WcacheError("wcache.refused", str(error))
         )
         return {**_state(worker), "error": known.to_json()}
     return _state(worker)
+
+
+def _has_sleep_mode(worker: Any) -> bool:
+    """Whether the engine was started with our sleep mode, which discards its KV cache as well."""
+    config = worker.model_config
+    return bool(
+        current_platform.is_cuda()
+        and config.enable_sleep_mode
+        and getattr(config, "sleep_mode_backend", "") == "warmhold"
+    )

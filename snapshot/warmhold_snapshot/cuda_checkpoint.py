@@ -1,0 +1,190 @@
+#!/usr/bin/python3 -IS
+# SPDX-License-Identifier: Apache-2.0
+"""The program `cuda-checkpoint`: moves one process's CUDA state to the host, and back.
+
+CRIU's cuda_plugin.so finds it on PATH and calls it several times for every process of a tree. So it
+is one file without imports from its package, started without site packages: 15 ms a call, and no
+compiler. It understands what the plug-in says to NVIDIA's program of that name, and answers as that
+one does:
+
+    cuda-checkpoint --help                        (the plug-in looks for --action in it)
+    cuda-checkpoint --get-state --pid PID         prints running, locked, checkpointed or failed
+    cuda-checkpoint --get-restore-tid --pid PID   prints the thread that works on a frozen process
+    cuda-checkpoint --action lock|checkpoint|restore|unlock --pid PID [--timeout MS]
+
+PID may be a thread's. The plug-in reads both outputs into one buffer of 127 bytes, so that an error
+says the essential first. Every call has a time limit; only a lock is undone by the driver when it
+is reached. Ends with 0, 1 (the driver refused), 2 (usage, or no driver that can) or 124 (the time
+limit).
+Sources: plugins/cuda/cuda_plugin.c of CRIU 4.2.1, cuda.h of CUDA 12.8 and 13.0.
+"""
+
+import _thread
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+LIBRARY = "libcuda.so.1"
+_STATES = ("running", "locked", "checkpointed", "failed")
+_ACTIONS = {
+    "lock": "cuCheckpointProcessLock",
+    "checkpoint": "cuCheckpointProcessCheckpoint",
+    "restore": "cuCheckpointProcessRestore",
+    "unlock": "cuCheckpointProcessUnlock",
+}
+# Seconds. A checkpoint copies what is on the GPU at 10 GB/s or more: 140 GB fit.
+_LIMITS_S = {"lock": 10.0, "checkpoint": 120.0, "restore": 120.0}
+_LIMIT_S = 10.0
+_GRACE_S = 5.0  # so that the driver's own limit of a lock comes first
+_REFUSED, _UNABLE, _TIMED_OUT = 1, 2, 124
+USAGE = """usage: cuda-checkpoint --get-state --pid PID
+       cuda-checkpoint --get-restore-tid --pid PID
+       cuda-checkpoint --action lock|checkpoint|restore|unlock --pid PID [--timeout MS]
+Needs the NVIDIA driver 570 or newer. -h, -p and -t are short for --help, --pid and --timeout.
+"""
+
+
+class CheckpointError(Exception):
+    """An exit code and why."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class LockArgs(ctypes.Structure):
+    """CUcheckpointLockArgs; the other calls' arguments are reserved bytes of the same size."""
+
+    _fields_ = (("timeout_ms", ctypes.c_uint), ("reserved", ctypes.c_ubyte * 60))
+
+
+def parse(argv: Sequence[str]) -> tuple[str, int, float]:
+    """Given the arguments, return what to do (an action, "state" or "tid"), the PID and the limit
+    in seconds; raise CheckpointError where they make no sense."""
+    act, pid, limit_ms = "", 0, 0
+    words = iter(argv)
+    for word in words:
+        if word in ("--get-state", "--get-restore-tid"):
+            act = "state" if word == "--get-state" else "tid"
+        elif word in ("--action", "--pid", "-p", "--timeout", "-t"):
+            value = next(words, "")
+            if word == "--action":
+                act = value if value in _ACTIONS else ""
+            elif not value.isdecimal():
+                raise CheckpointError(_UNABLE, f"{word} needs a number, not {value!r}")
+            elif word in ("--pid", "-p"):
+                pid = int(value)
+            else:
+                limit_ms = int(value)
+        else:
+            raise CheckpointError(_UNABLE, f"unknown argument {word!r}")
+    if not act or pid <= 0:
+        raise CheckpointError(_UNABLE, "no action or PID; see cuda-checkpoint --help")
+    return act, pid, limit_ms / 1000 or _LIMITS_S.get(act, _LIMIT_S)
+
+
+class Driver:
+    """libcuda's calls for checkpoints."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL(LIBRARY)
+        except OSError as error:
+            raise CheckpointError(_UNABLE, f"no NVIDIA driver here: {error}") from None
+        self._call("cuInit", 0)
+
+    def state(self, pid: int) -> str:
+        """Given a PID, return its state by name."""
+        found = ctypes.c_int(-1)
+        self._call("cuCheckpointProcessGetState", pid, ctypes.byref(found))
+        return _STATES[found.value] if found.value in range(len(_STATES)) else "unknown"
+
+    def restore_tid(self, pid: int) -> str:
+        """Given a PID, return the thread that checkpoints and restores it."""
+        found = ctypes.c_int(0)
+        self._call("cuCheckpointProcessGetRestoreThreadId", pid, ctypes.byref(found))
+        return str(found.value)
+
+    def act(self, action: str, pid: int, limit_s: float) -> str:
+        """Given an action, do it; there is nothing to say."""
+        arguments = LockArgs(timeout_ms=int(1000 * limit_s) if action == "lock" else 0)
+        # A restore without arguments goes to the GPU that the process had.
+        given = None if action == "restore" else ctypes.byref(arguments)
+        self._call(_ACTIONS[action], pid, given)
+        return ""
+
+    def _call(self, name: str, *arguments: object) -> None:
+        try:
+            function = getattr(self._library, name)
+        except AttributeError:
+            text = f"driver 570 or newer is needed: {name} is missing (CUDA {self._version()})"
+            raise CheckpointError(_UNABLE, text) from None
+        result = function(*arguments)
+        if result:
+            found = ctypes.c_char_p()
+            self._library.cuGetErrorName(result, ctypes.byref(found))
+            reason = (found.value or b"error").decode()
+            raise CheckpointError(_REFUSED, f"{name}: {reason} ({result})")
+
+    def _version(self) -> str:
+        found = ctypes.c_int(0)
+        self._library.cuDriverGetVersion(ctypes.byref(found))
+        return f"{found.value // 1000}.{found.value % 1000 // 10}"
+
+
+def run(act: str, pid: int, limit_s: float) -> str:
+    """Given what to do, do it and return what to print; raise CheckpointError."""
+    driver = Driver()
+    if act == "state":
+        return driver.state(pid)
+    if act == "tid":
+        return driver.restore_tid(pid)
+    return driver.act(act, pid, limit_s)
+
+
+def within(limit_s: float, job: Callable[[], str]) -> str:
+    """Given a limit and a job, return what it returns, or raise what it raises. A job that outlasts
+    the limit goes on until the process ends: a call into the driver cannot be broken off."""
+    ended = _thread.allocate_lock()
+    ended.acquire()
+    texts: list[str] = []
+    errors: list[CheckpointError] = []
+
+    def work() -> None:
+        try:
+            texts.append(job())
+        except CheckpointError as error:
+            errors.append(error)
+        finally:
+            ended.release()
+
+    _thread.start_new_thread(work, ())
+    if not ended.acquire(timeout=limit_s):
+        raise CheckpointError(_TIMED_OUT, f"no answer from the driver within {limit_s:g} s")
+    if errors:
+        raise errors[0]
+    return texts[0]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the arguments say; return the exit code."""
+    if not argv or {"-h", "--help"} & set(argv):
+        sys.stdout.write(USAGE)
+        return 0
+    try:
+        act, pid, limit_s = parse(argv)
+        grace_s = _GRACE_S if act == "lock" else 0.0
+        text = within(limit_s + grace_s, lambda: run(act, pid, limit_s))
+    except CheckpointError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.code
+    sys.stdout.write(f"{text}\n" if text else "")
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # whatever a thread in the driver still does

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program `cuda-checkpoint` as CRIU's plug-in runs it, over a driver without a GPU."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fake_cuda import build_fake_cuda
+from warmhold_snapshot import cuda_checkpoint
+from warmhold_snapshot.cuda_checkpoint import CheckpointError, parse
+
+PLUGIN_BUFFER = 127
+Done = subprocess.CompletedProcess[str]
+Run = Callable[..., Done]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_fake_cuda(tmp_path_factory.mktemp("cuda")).parent
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[Path]:
+    """What stands for process 42: a state's number."""
+    path = tmp_path / "state"
+    path.write_text("0")
+    yield path
+
+
+def call(library: Path, state: Path, *arguments: str, **environment: str) -> Done:
+    """Run it as its first line says; both outputs are one, as the plug-in reads them."""
+    return subprocess.run(
+        [sys.executable, "-IS", cuda_checkpoint.__file__, *arguments],
+        env={
+            "LD_LIBRARY_PATH": str(library),
+            "FAKE_CUDA_STATE": str(state),
+            **{f"FAKE_CUDA_{name}": value for name, value in environment.items()},
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+@pytest.fixture
+def run(library: Path, state: Path) -> Run:
+    def run_it(*arguments: str, **environment: str) -> Done:
+        return call(library, state, *arguments, **environment)
+
+    return run_it
+
+
+def test_a_whole_round(run: Run) -> None:
+    said = []
+    for action in ("", "lock", "checkpoint", "restore", "unlock"):
+        if action:
+            done = run("--action", action, "--pid", "42")
+            assert done.returncode == 0, done.stdout
+            assert done.stdout == ("42 10000\n" if action == "lock" else "")  # the driver's print
+        done = run("--get-state", "--pid", "42")
+        said.append(done.stdout)
+        assert done.returncode == 0
+    assert said == ["running\n", "locked\n", "checkpointed\n", "locked\n", "running\n"]
+
+
+def test_the_failed_state_has_its_name(run: Run, state: Path) -> None:
+    state.write_text("3")
+    assert run("--get-state", "--pid", "42").stdout == "failed\n"
+
+
+def test_the_restore_thread(run: Run) -> None:
+    done = run("--get-restore-tid", "--pid", "42")
+    assert (done.returncode, int(done.stdout)) == (0, 49)
+
+
+def test_help_is_what_the_plugin_looks_for(library: Path, tmp_path: Path) -> None:
+    """It asks with -h, on machines without a driver too, and wants 0 and the flag's name."""
+    for arguments in (["-h"], ["--help"], []):
+        done = call(tmp_path, tmp_path, *arguments)
+        assert (done.returncode, "--action" in done.stdout) == (0, True)
+
+
+def test_a_locks_limit_reaches_the_driver(run: Run) -> None:
+    assert run("--action", "lock", "--pid", "42", "--timeout", "2500").stdout == "42 2500\n"
+
+
+@pytest.mark.parametrize("what", [["--get-state"], ["--get-restore-tid"], ["--action", "lock"]])
+def test_a_process_without_cuda(run: Run, state: Path, what: list[str]) -> None:
+    state.unlink()
+    done = run(*what, "--pid", "42")
+    assert done.returncode == 1
+    assert done.stdout.endswith(": CUDA_ERROR_NOT_INITIALIZED (3)\n")
+
+
+def test_a_wrong_order_is_refused(run: Run, state: Path) -> None:
+    done = run("--action", "checkpoint", "--pid", "42")
+    text = "cuCheckpointProcessCheckpoint: CUDA_ERROR_ILLEGAL_STATE (401)\n"
+    assert (done.returncode, done.stdout) == (1, text)
+    assert state.read_text() == "0"
+
+
+def test_an_error_without_a_name(run: Run) -> None:
+    done = run("--get-state", "--pid", "42", ABSENT="1")
+    assert (done.returncode, done.stdout) == (1, "cuInit: error (100)\n")
+
+
+@pytest.mark.parametrize("action", ["checkpoint", "restore", "unlock"])
+def test_a_call_that_does_not_end_is_left(run: Run, state: Path, action: str) -> None:
+    state.write_text({"restore": "2"}.get(action, "1"))
+    done = run("--action", action, "--pid", "42", "--timeout", "300", SLOW="10000")
+    assert done.returncode == 124
+    assert done.stdout == "no answer from the driver within 0.3 s\n"
+
+
+def test_without_a_driver(tmp_path: Path) -> None:
+    done = call(tmp_path, tmp_path, "--get-state", "--pid", "42")
+    assert done.returncode == 2
+    assert done.stdout.startswith("no NVIDIA driver here: libcuda.so.1")
+    assert len(done.stdout) <= PLUGIN_BUFFER
+
+
+@pytest.mark.parametrize("what", [["--get-state"], ["--get-restore-tid"], ["--action", "lock"]])
+def test_a_driver_that_is_too_old(tmp_path: Path, what: list[str]) -> None:
+    build_fake_cuda(tmp_path, "NO_CHECKPOINT")
+    done = call(tmp_path, tmp_path, *what, "--pid", "42")
+    assert done.returncode == 2
+    assert done.stdout.startswith("driver 570 or newer is needed: cuCheckpointProcess")
+    assert done.stdout.endswith("is missing (CUDA 12.4)\n")
+    assert len(done.stdout) <= PLUGIN_BUFFER
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--pid", "42"],
+        ["--get-state"],
+        ["--get-state", "--pid"],
+        ["--get-state", "--pid", "x"],
+        ["--get-state", "--pid", "0"],
+        ["--action", "toggle", "--pid", "42"],
+        ["--action", "lock", "--pid", "42", "--timeout", "-1"],
+        ["--toggle", "--pid", "42"],
+    ],
+)
+def test_arguments_that_make_no_sense(argv: list[str]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        parse(argv)
+    assert caught.value.code == 2
+
+
+def test_limits() -> None:
+    assert parse(["-p", "7", "--get-state"]) == ("state", 7, 10.0)
+    assert parse(["--action", "restore", "--pid", "7"]) == ("restore", 7, 120.0)
+    assert parse(["--action", "restore", "-p", "7", "-t", "1500"]) == ("restore", 7, 1.5)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sleep mode `warmhold`: weights that lie in the vault are unmapped, and copied nowhere.
+
+Everything else is upstream's: the KV cache is discarded, runtime state goes to the host, graphs and
+communicators stay. A model that is not in segments sleeps as with upstream's own backend. The
+vault's copy stays on the GPU, so that a sleep frees the KV cache there and not the weights.
+"""
+
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
+from vllm.platforms import current_platform
+
+from warmhold_wcache.vllm_plugin import residency
+
+NAME = "warmhold"
+
+
+class WarmholdSleepBackend(CuMemBackend):  # type: ignore[misc]
+    """Owns the state that upstream asks for; the mappings are those of `residency.RESIDENT`."""
+
+    def suspend(self, level: int = 1) -> None:
+        """Unmap the weights, at every level, and free what upstream frees at this one."""
+        for resident in residency.RESIDENT:
+            resident.quiesce()
+        super().suspend(level)
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        """Map the weights where they were, if asked for; raise WcacheError where the vault has them
+        no more. Then what upstream brings back."""
+        if tags is None or "weights" in tags:
+            for resident in residency.RESIDENT:
+                resident.resume()
+        super().resume(tags)
+
+    @classmethod
+    def is_supported(cls) -> bool:
+        """On an NVIDIA GPU."""
+        return bool(current_platform.is_cuda())
+
+
+def register_sleep_backend() -> None:
+    """Make it known to vLLM as `--sleep-mode-backend warmhold`; again is fine."""
+    if NAME not in SleepModeBackendFactory._registry:  # which refuses a name it has
+        SleepModeBackendFactory.register_backend(NAME, __name__, WarmholdSleepBackend.__name__)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which generation a load asks for: its exact key, and the memory in which it lies.
+
+Reads the checkpoint where nobody knows its content yet, and fetches one that is not here.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from warmhold_wcache.client import VaultClient
+from warmhold_wcache.content import Content, ContentError, compute_content, read_versions
+from warmhold_wcache.errors import WcacheError
+from warmhold_wcache.vllm_plugin.cpu_linear import CpuLinear, describe_cpu_linear
+from warmhold_wcache.vllm_plugin.exact_key import build_exact_key
+from warmhold_wcache.vllm_plugin.memory import Memory, find_memory
+from warmhold_wcache.vllm_plugin.options import Options, Source
+from warmhold_wcache.vllm_plugin.outcome import Outcome
+
+logger = init_logger("vllm.warmhold")
+
+_STAGE = "loaded"
+_PROGRESS_EVERY_S = 5.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a load asks the vault for, and publishes; `folder` has the checkpoint."""
+
+    memory: Memory
+    key: dict[str, str]
+    content: Content
+    folder: Path
+
+
+def find_wanted(
+    vllm_config: Any,
+    model_config: Any,
+    device: torch.device,
+    options: Options,
+    disk: Any,
+    outcome: Outcome,
+) -> Wanted | None:
+    """Given a rank's configuration, its device, the settings and vLLM's loader for the checkpoint,
+    return what to ask the vault for; None, with the reason in the outcome, where there is nothing.
+    """
+    try:
+        memory = find_memory(device)
+    except WcacheError as error:
+        outcome.miss(error.code, error.detail, warn=True)
+        return None
+    if memory is None:
+        outcome.miss("wcache.unsupported", "the vault does not serve this device type")
+        return None
+    if getattr(vllm_config.parallel_config, "enable_eplb", False):
+        outcome.miss("wcache.unsupported", "experts are moved at run time (EPLB)")
+        return None
+    if options.disk_format == "dummy":
+        outcome.miss("wcache.unsupported", "dummy weights have no content")
+        return None
+    try:
+        with outcome.phase("content"):
+            folder = _find_folder(model_config, disk)
+            content = compute_content(folder, options.digests, _log_progress())
+    except (ContentError, OSError) as error:
+        outcome.miss("wcache.unsupported", f"no content identity: {error}", warn=True)
+        return None
+    linear = CpuLinear(options.cpu_linear) if current_platform.is_cpu() else None
+    key = build_exact_key(
+        vllm_config,
+        model_config,
+        content,
+        device=memory.device,
+        stage=_STAGE,
+        cpu_linear="" if linear is None else describe_cpu_linear(linear),
+        disk_format=options.disk_format,
+    )
+    return Wanted(memory, key, content, folder)
+
+
+def read_external_bytes(vllm_config: Any, device: torch.device, options: Options, disk: Any) -> int:
+    """Given a rank's configuration before it loads, return how many bytes of its GPU's memory hold
+    already what it is going to map: its models' generations, which the vault has."""
+    if device.type != "cuda" or options.copy or options.source is Source.DISK:
+        return 0
+    try:
+        with VaultClient(options.socket_path, options.connect_timeout_s) as client:
+            rows = client.stat()
+    except (WcacheError, OSError):
+        return 0
+    speculative = vllm_config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    total = 0
+    for model_config in filter(None, (vllm_config.model_config, draft)) if rows else ():
+        wanted = find_wanted(vllm_config, model_config, device, options, disk, Outcome())
+        total += sum(row["bytes"] for row in rows if wanted and row["key"] == wanted.key)
+    return total
+
+
+def _find_folder(model_config: Any, disk: Any) -> Path:
+    model = Path(model_config.model)
+    if model.is_dir():
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    where = {"cache_dir": disk.load_config.download_dir, "revision": model_config.revision}
+    with suppress(LocalEntryNotFoundError):
+        folder = Path(snapshot_download(model_config.model, local_files_only=True, **where))
+        if read_versions(folder):
+            return folder
+    disk.download_model(model_config)
+    return Path(snapshot_download(model_config.model, local_files_only=True, **where))
+
+
+def _log_progress() -> Callable[[int, int], None]:
+    last = time.monotonic()
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > _PROGRESS_EVERY_S:
+            last = now
+            logger.info("reading weight files done=%d total=%d", done_bytes, total_bytes)
+
+    return progress
