@@ -20,6 +20,7 @@ from warmhold_wcache.content import Content, read_cached_content
 from . import launcher, tree, weights
 from .conf import VAULT_SOCKET
 from .errors import Fault
+from .gpu import Gpus, read_gpus
 from .model import Model, find_model
 from .resident import Vault, read_vault
 from .settings import Settings
@@ -33,6 +34,8 @@ _NO_VAULT = Vault("off", "WARMHOLD_WCACHE=off")
 # Those add routes to the public server: upstream loads none that is not named, so neither do we.
 _ENDPOINTS = "vllm.endpoint_plugins"
 _DIST_INFO = ".dist-info"
+_CPU_BUILD = "+cpu"
+_CUDA_PACKAGE = "nvidia_cuda_runtime"
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,14 @@ class Facts:
     packages: tuple[str, ...]
     cache_dir: str
     faults: tuple[Fault, ...]
+    gpus: Gpus = field(default_factory=Gpus)
     # Read last, since it is compared with what would be started.
     snapshots: Snapshots = field(default_factory=Snapshots)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the engine computes on an NVIDIA GPU."""
+        return bool(self.gpus.all)
 
     @property
     def versions(self) -> dict[str, str]:
@@ -79,15 +88,19 @@ def read_facts(settings: Settings) -> Facts:
     model, faults = find_model(
         settings.model, settings.arguments.value("--revision"), env.models_dir, settings.offline
     )
-    build_id, vllm_version, device = read_build_id(), read_vllm_version(), read_cpu_device()
+    build_id, vllm_version = read_build_id(), read_vllm_version()
+    gpus = Gpus() if vllm_version.endswith(_CPU_BUILD) else read_gpus()
+    on_gpu = bool(gpus.all)
+    device = gpus.device if on_gpu else read_cpu_device()
     # What is compiled depends on the linear path, and vLLM's own hash does not know of it.
-    name = "-".join([build_id, vllm_version, device, weights.linear_path(settings)])
-    cache_dir = env.state_dir / "cache" / name
+    parts = [build_id, vllm_version, device, weights.linear_path(settings, on_gpu)]
+    cache_dir = env.state_dir / "cache" / "-".join(filter(None, parts))
     limit, limited_by = read_memory_limit()
     uid = os.getuid() if env.engine_uid is None else env.engine_uid
     plugins, packages = read_packages()
     faults += probe_access(uid, cache_dir, model)
     faults += probe_port(settings.arguments.port)
+    faults += find_gpu_fault(gpus, vllm_version, packages)
     return Facts(
         build_id=build_id,
         vllm_version=vllm_version,
@@ -108,6 +121,7 @@ def read_facts(settings: Settings) -> Facts:
         packages=packages,
         cache_dir=str(cache_dir),
         faults=tuple(faults),
+        gpus=gpus,
     )
 
 
@@ -186,6 +200,17 @@ def read_cpu_device() -> str:
             elif not line and seen:
                 break
     return "cpu-" + hashlib.sha256(repr(sorted(seen.items())).encode()).hexdigest()[:8]
+
+
+def find_gpu_fault(gpus: Gpus, vllm_version: str, packages: Sequence[str]) -> list[Fault]:
+    """Given what the driver says and what is installed, return a fault where a GPU is asked for,
+    by the device file or by vLLM's build, and cannot be used: never a silent run on the CPU."""
+    built = any(name.startswith(_CUDA_PACKAGE) for name in packages)
+    if gpus.all or vllm_version.endswith(_CPU_BUILD) or not (gpus.error or built):
+        return []
+    detail = gpus.error or "vLLM is built for CUDA, and the container has no /dev/nvidiactl"
+    remedy = "start it with compose.gpu.yaml (the host needs the driver and NVIDIA's Container"
+    return [Fault("gpu.absent", detail, f"{remedy} Toolkit), or use the image warmhold:cpu")]
 
 
 def read_cpu_quota() -> float | None:

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which NVIDIA GPUs the engine will have, read without torch; nothing is decided here.
+
+Where there is no device file nothing is asked, and a start on a CPU pays nothing.
+"""
+
+import hashlib
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_CONTROL = Path("/dev/nvidiactl")
+_VERSION = Path("/proc/driver/nvidia/version")
+_PROBE = Path(__file__).with_name("gpu_probe.py")
+_LIMIT_S = 20.0  # a driver that wakes its GPUs up takes seconds
+_WORDS = 4
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. `capability` is the compute capability, as 9.0; the UUID is without its prefix."""
+
+    uuid: str
+    memory_bytes: int
+    capability: str
+    name: str
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a part of one (MIG)."""
+        return " MIG " in f"{self.name} "
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What the driver says: its version (as 580.159.04, "" where unknown), whether it can
+    checkpoint a process, the GPUs by number, and why there are none where one was looked for."""
+
+    driver: str = ""
+    can_checkpoint: bool = False
+    all: tuple[Gpu, ...] = ()
+    error: str = ""
+
+    @property
+    def device(self) -> str:
+        """The GPU's kind, as a part of a folder's name: compiled code depends on it."""
+        first = self.all[0]
+        text = repr((first.name, first.capability, self.driver))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        return f"cuda-sm{first.capability.replace('.', '')}-{digest}"
+
+
+def read_gpus(control: Path = _CONTROL, version: Path = _VERSION) -> Gpus:
+    """Return the GPUs of this container; none, and no error, where it has no driver."""
+    if not control.exists():
+        return Gpus()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", str(_PROBE)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Gpus(error=f"the NVIDIA driver does not answer: {error}")
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        return Gpus(error=f"the NVIDIA driver cannot be asked: {said[-1]}")
+    return parse(done.stdout, _read_driver(version))
+
+
+def parse(text: str, driver: str) -> Gpus:
+    """Given what the probe printed and the driver's version, return the GPUs."""
+    found: list[Gpu] = []
+    can_checkpoint, error = False, ""
+    for line in text.splitlines():
+        kind, _, rest = line.partition(" ")
+        if kind == "checkpoint":
+            can_checkpoint = rest == "1"
+        elif kind == "error":
+            error = rest
+        elif kind == "gpu":
+            uuid, size, capability, name = rest.split(" ", _WORDS - 1)
+            found.append(Gpu(uuid, int(size), capability, name))
+    if not found and not error:
+        error = "the NVIDIA driver shows no GPU"
+    return Gpus(driver, can_checkpoint, tuple(found), error)
+
+
+def _read_driver(path: Path) -> str:
+    """The kernel module's version. Its line reads `NVRM version: NVIDIA UNIX x86_64 Kernel Module
+    580.159.04  ...`, or `... Open Kernel Module for x86_64  580.159.04  ...`."""
+    try:
+        match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", path.read_text(errors="replace"))
+    except OSError:
+        return ""
+    return match[1] if match else ""
