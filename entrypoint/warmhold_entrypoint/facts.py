@@ -20,7 +20,7 @@ from warmhold_wcache.content import Content, read_cached_content
 from . import launcher, tree, weights
 from .conf import VAULT_SOCKET
 from .errors import Fault
-from .gpu import Gpus, read_gpus
+from .gpu import Gpus, find_gpu_fault, read_gpus
 from .model import Model, find_model
 from .resident import Vault, read_vault
 from .settings import Settings
@@ -34,8 +34,6 @@ _NO_VAULT = Vault("off", "WARMHOLD_WCACHE=off")
 # Those add routes to the public server: upstream loads none that is not named, so neither do we.
 _ENDPOINTS = "vllm.endpoint_plugins"
 _DIST_INFO = ".dist-info"
-_CPU_BUILD = "+cpu"
-_CUDA_PACKAGE = "nvidia_cuda_runtime"
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def read_facts(settings: Settings) -> Facts:
         settings.model, settings.arguments.value("--revision"), env.models_dir, settings.offline
     )
     build_id, vllm_version = read_build_id(), read_vllm_version()
-    gpus = Gpus() if vllm_version.endswith(_CPU_BUILD) else read_gpus()
+    gpus = read_gpus(vllm_version)
     on_gpu = bool(gpus.all)
     device = gpus.device if on_gpu else read_cpu_device()
     # What is compiled depends on the linear path, and vLLM's own hash does not know of it.
@@ -200,17 +198,6 @@ def read_cpu_device() -> str:
             elif not line and seen:
                 break
     return "cpu-" + hashlib.sha256(repr(sorted(seen.items())).encode()).hexdigest()[:8]
-
-
-def find_gpu_fault(gpus: Gpus, vllm_version: str, packages: Sequence[str]) -> list[Fault]:
-    """Given what the driver says and what is installed, return a fault where a GPU is asked for,
-    by the device file or by vLLM's build, and cannot be used: never a silent run on the CPU."""
-    built = any(name.startswith(_CUDA_PACKAGE) for name in packages)
-    if gpus.all or vllm_version.endswith(_CPU_BUILD) or not (gpus.error or built):
-        return []
-    detail = gpus.error or "vLLM is built for CUDA, and the container has no /dev/nvidiactl"
-    remedy = "start it with compose.gpu.yaml (the host needs the driver and NVIDIA's Container"
-    return [Fault("gpu.absent", detail, f"{remedy} Toolkit), or use the image warmhold:cpu")]
 
 
 def read_cpu_quota() -> float | None:

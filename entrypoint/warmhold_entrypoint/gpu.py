@@ -8,14 +8,19 @@ import hashlib
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from .errors import Fault
 
 _CONTROL = Path("/dev/nvidiactl")
 _VERSION = Path("/proc/driver/nvidia/version")
 _PROBE = Path(__file__).with_name("gpu_probe.py")
 _LIMIT_S = 20.0  # a driver that wakes its GPUs up takes seconds
 _WORDS = 4
+_CPU_BUILD = "+cpu"
+_CUDA_PACKAGE = "nvidia_cuda_runtime"
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,10 @@ class Gpus:
         return f"cuda-sm{first.capability.replace('.', '')}-{digest}"
 
 
-def read_gpus(control: Path = _CONTROL, version: Path = _VERSION) -> Gpus:
-    """Return the GPUs of this container; none, and no error, where it has no driver."""
-    if not control.exists():
+def read_gpus(vllm_version: str, control: Path = _CONTROL, version: Path = _VERSION) -> Gpus:
+    """Given vLLM's version, return the GPUs of this container; none, and no error, where it has no
+    driver, or vLLM is built for CPUs."""
+    if vllm_version.endswith(_CPU_BUILD) or not control.exists():
         return Gpus()
     try:
         done = subprocess.run(
@@ -72,6 +78,17 @@ def read_gpus(control: Path = _CONTROL, version: Path = _VERSION) -> Gpus:
         said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
         return Gpus(error=f"the NVIDIA driver cannot be asked: {said[-1]}")
     return parse(done.stdout, _read_driver(version))
+
+
+def find_gpu_fault(gpus: Gpus, vllm_version: str, packages: Sequence[str]) -> list[Fault]:
+    """Given what the driver says and what is installed, return a fault where a GPU is asked for,
+    by the device file or by vLLM's build, and cannot be used: never a silent run on the CPU."""
+    built = any(name.startswith(_CUDA_PACKAGE) for name in packages)
+    if gpus.all or vllm_version.endswith(_CPU_BUILD) or not (gpus.error or built):
+        return []
+    detail = gpus.error or "vLLM is built for CUDA, and the container has no /dev/nvidiactl"
+    remedy = "start it with compose.gpu.yaml (the host needs the driver and NVIDIA's Container"
+    return [Fault("gpu.absent", detail, f"{remedy} Toolkit), or use the image warmhold:cpu")]
 
 
 def parse(text: str, driver: str) -> Gpus:

@@ -16,7 +16,6 @@ from warmhold_snapshot import cuda
 from warmhold_snapshot.errors import SnapshotError
 
 from .arguments import EngineArguments
-from .command import uses_own_sleep
 from .gpu import Gpus
 from .settings import Settings
 from .weights import PLUGIN
@@ -83,7 +82,7 @@ def _about_engine(
         yield code, detail, _OTHER_MODE
     engine = EngineArguments(tuple(argv), settings.arguments.config)
     ours = engine.has("--enable-sleep-mode") and engine.value("--sleep-mode-backend") == PLUGIN
-    if not (ours or uses_own_sleep(settings)):
+    if not ours:
         detail = "without the sleep mode `warmhold` an engine cannot give its GPU memory back"
         yield code, detail, "leave out what is said about sleep mode in the engine's arguments"
     for name in _ALLOCATOR:

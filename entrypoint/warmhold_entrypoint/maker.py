@@ -40,11 +40,9 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
         raise SnapshotError("snapshot.engine", error.detail, remedy) from error
     plugins = Path(request["plugins"]) if request["plugins"] else None
     kept = generations if request["weights"] == "flat" and plugins is None else []
-    if kept != generations:
+    if plugins is not None and request["weights"] == "flat":
         # A file would have to be written from the GPU, by a process with CUDA of its own.
-        _log.info(
-            "no flat weights", reason=_ON_GPU if plugins else "WARMHOLD_SNAPSHOT_WEIGHTS=none"
-        )
+        _log.info("no flat weights", reason=_ON_GPU)
     with open_weights(Path(request["vault"]), kept) as weights:
         report = create(
             request["pid"],

@@ -70,7 +70,7 @@ class Candidate:
     packages: Sequence[str]
     key: Mapping[str, str]
     model_directory: str | None
-    gpus: Gpus = Gpus()
+    gpus: Gpus = field(default_factory=Gpus)
 
 
 def read_snapshots(

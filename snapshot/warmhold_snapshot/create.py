@@ -237,8 +237,8 @@ def _dump(
             ) from error
         remedy = "the engine goes on as before; see the lines above"
         code = error.code if error.code == "snapshot.timeout" else "snapshot.dump"
-        reason = "" if plugins is None else cuda.explain(error.lines)
-        detail = f"{error.detail} ({reason})" if reason else error.detail
+        why = "" if plugins is None else cuda.explain(error.lines)
+        detail = f"{error.detail} ({why})" if why else error.detail
         raise SnapshotError(code, detail, remedy, error.lines) from error
     findings = _read_findings(folder)
     after = {(process.pid, process.start_ticks) for process in findings.processes}
