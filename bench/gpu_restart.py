@@ -12,6 +12,7 @@ one follows. All numbers go to OUT/NAME.json, logs to OUT/NAME*.tar.gz.
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -218,7 +219,7 @@ def main() -> None:
     parser.add_argument("--restores", type=int, default=2)
     parser.add_argument("--utilization", default="0.2")
     parser.add_argument("--plain", action="store_true", help="no PID namespace: vault and runner")
-    parser.add_argument("arguments", nargs="*", help="more of vLLM's arguments, after --")
+    parser.add_argument("--arguments", default="", help="more of vLLM's, as a shell splits them")
     given = parser.parse_args()
     sys.path[:0] = [str(ROOT / name) for name in ("entrypoint", "snapshot", "wcache")]
     given.out.mkdir(parents=True, exist_ok=True)
@@ -236,7 +237,7 @@ def main() -> None:
             series.note("model", sum(path.stat().st_size for path in Path(model).iterdir()) // MIB)
             time.sleep(2.5)  # so that the digest of its files is kept
     more = {} if given.criu is None else {"CRIU_CUDA_PLUGIN_DIR": str(given.criu / "plugins")}
-    arguments = ["--max-model-len", "1024", *given.arguments]
+    arguments = ["--max-model-len", "1024", *shlex.split(given.arguments)]
     if used_mib() > 0 or Path("/dev/nvidiactl").exists():
         arguments += ["--gpu-memory-utilization", given.utilization]
         arguments += ["--compilation-config", json.dumps(GRAPHS)]

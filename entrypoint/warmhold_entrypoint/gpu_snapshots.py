@@ -115,7 +115,7 @@ def _find_quantisation(engine: EngineArguments, model_directory: str | None) -> 
     if engine.has("--quantization"):
         return f"--quantization {engine.value('--quantization') or ''}".strip()
     with suppress(OSError, ValueError, TypeError):
-        config = json.loads(Path(model_directory or "", "config.json").read_text(encoding="utf-8"))
-        if config.get("quantization_config"):
+        text = Path(model_directory or "", "config.json").read_text(encoding="utf-8")
+        if dict(json.loads(text)).get("quantization_config"):
             return "quantization_config in config.json"
     return ""
