@@ -109,6 +109,27 @@ def look_around(series: Series, tools: list[str], criu: Path | None) -> None:
             file.write("def require(points):\n    pass\n")
 
 
+def show_processes(series: Series, stack: Stack, name: str) -> None:
+    """What each of the engine's processes is to the driver."""
+    from warmhold_snapshot.pids import read_tree
+
+    rows = []
+    for process in read_tree(stack.engine_pid()):
+        links = [os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
+        files = sorted({link for link in links if link.startswith("/dev/nvidia")})
+        rss = Path(f"/proc/{process.pid}/statm").read_text().split()[1]
+        row = [process.pid, process.name, len(process.threads), int(rss) >> 8, len(links), files]
+        for act in ("--get-restore-tid", "--get-state"):
+            began = time.monotonic()
+            command = ["cuda-checkpoint", act, "--pid", str(process.pid)]
+            done = subprocess.run(
+                command, env=stack.environment, capture_output=True, text=True, check=False
+            )
+            row.append([(done.stdout + done.stderr).strip(), round(time.monotonic() - began, 3)])
+        rows.append(row)
+    series.note(name, rows)
+
+
 def compare(series: Series, stack: Stack, name: str) -> None:
     """Ask all prompts and compare with the first time."""
     answers = stack.ask_all()
@@ -176,6 +197,8 @@ def run(series: Series, stack: Stack, arguments: list[str], restores: int) -> bo
         series.note("first start", {"ready_s": time.monotonic() - began, **describe(status)})
         series.note("first start: used_mib", used_mib())
         compare(series, stack, "first start")
+    with series.step("processes"):
+        show_processes(series, stack, "processes")
     if not series.found.get("first start"):
         return False
     with series.step("create"):
@@ -186,6 +209,7 @@ def run(series: Series, stack: Stack, arguments: list[str], restores: int) -> bo
                 restore(series, stack, "a")
         with series.step("killed, restored"):
             restart(series, stack, "killed, restored", stack.kill_engine)
+            show_processes(series, stack, "processes, restored")
         with series.step("create on a restored engine"):
             create(series, stack, "b")
     with series.step("criu's logs"):
@@ -221,6 +245,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="no PID namespace: vault and runner")
     parser.add_argument("--arguments", default="", help="more of vLLM's, as a shell splits them")
     given = parser.parse_args()
+    given.criu = given.criu and given.criu.resolve()
     sys.path[:0] = [str(ROOT / name) for name in ("entrypoint", "snapshot", "wcache")]
     given.out.mkdir(parents=True, exist_ok=True)
     name = f"restart-{given.bytes // 10**9}gb{'-plain' if given.plain else ''}"

@@ -178,7 +178,11 @@ class Stack:
 
     def kill_engine(self) -> None:
         """SIGKILL the engine's first process."""
-        os.kill(self._outside(int(self.status()["pid"])), signal.SIGKILL)
+        os.kill(self.engine_pid(), signal.SIGKILL)
+
+    def engine_pid(self) -> int:
+        """The engine's first process, as this process sees it."""
+        return self._outside(int(self.status()["pid"]))
 
     def tail(self, count: int = 40) -> str:
         """The end of its log."""
