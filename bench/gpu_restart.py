@@ -111,11 +111,12 @@ def look_around(series: Series, tools: list[str], criu: Path | None) -> None:
 
 def show_processes(series: Series, stack: Stack, name: str) -> None:
     """What each of the engine's processes is to the driver."""
+    from warmhold_snapshot.fds import read_held
     from warmhold_snapshot.pids import read_tree
 
     rows = []
     for process in read_tree(stack.engine_pid()):
-        links = [os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
+        links = [item.link for item in read_held(process.pid).descriptors]
         files = sorted({link for link in links if link.startswith("/dev/nvidia")})
         rss = Path(f"/proc/{process.pid}/statm").read_text().split()[1]
         row = [process.pid, process.name, len(process.threads), int(rss) >> 8, len(links), files]
