@@ -95,7 +95,7 @@ def look_around(series: Series, tools: list[str], criu: Path | None) -> None:
     seconds = []
     for _ in range(3):
         began = time.monotonic()
-        found = read_gpus("source")
+        found = read_gpus("source", Path("/nowhere"))
         seconds.append(round(time.monotonic() - began, 4))
     series.note("gpus", [repr(found), found.device if found.all else "", seconds])
     os.environ["PATH"] = f"{tools[0]}:{os.environ['PATH']}"

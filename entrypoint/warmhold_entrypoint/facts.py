@@ -87,7 +87,7 @@ def read_facts(settings: Settings) -> Facts:
         settings.model, settings.arguments.value("--revision"), env.models_dir, settings.offline
     )
     build_id, vllm_version = read_build_id(), read_vllm_version()
-    gpus = read_gpus(vllm_version)
+    gpus = read_gpus(vllm_version, env.run_dir)
     on_gpu = bool(gpus.all)
     device = gpus.device if on_gpu else read_cpu_device()
     # What is compiled depends on the linear path, and vLLM's own hash does not know of it.

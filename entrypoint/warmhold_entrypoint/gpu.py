@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which NVIDIA GPUs the engine will have, read without torch; nothing is decided here.
 
-Where there is no device file nothing is asked, and a start on a CPU pays nothing.
+Where there is no device file nothing is asked, and a start on a CPU pays nothing. A driver that
+nobody uses takes 0.2 s to answer, so that its answer is kept in the run directory, which lives as
+long as the container: a restart does not ask again.
 """
 
 import hashlib
+import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import Fault
+from .files import read_json, write_atomically
 
+FILE_NAME = "gpus.json"
 _CONTROL = Path("/dev/nvidiactl")
 _VERSION = Path("/proc/driver/nvidia/version")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+# By these the driver shows a process some of its GPUs, or others first.
+_CHOICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 _PROBE = Path(__file__).with_name("gpu_probe.py")
 _LIMIT_S = 20.0  # a driver that wakes its GPUs up takes seconds
 _WORDS = 4
@@ -57,11 +67,28 @@ class Gpus:
         return f"cuda-sm{first.capability.replace('.', '')}-{digest}"
 
 
-def read_gpus(vllm_version: str, control: Path = _CONTROL, version: Path = _VERSION) -> Gpus:
-    """Given vLLM's version, return the GPUs of this container; none, and no error, where it has no
-    driver, or vLLM is built for CPUs."""
+def read_gpus(
+    vllm_version: str, run_dir: Path, control: Path = _CONTROL, version: Path = _VERSION
+) -> Gpus:
+    """Given vLLM's version and the run directory, return the GPUs of this container; none, and no
+    error, where it has no driver, or vLLM is built for CPUs."""
     if vllm_version.endswith(_CPU_BUILD) or not control.exists():
         return Gpus()
+    driver = _read_driver(version)
+    asked = [_BOOT.read_text().strip(), driver, *(os.environ.get(name) for name in _CHOICES)]
+    kept = read_json(run_dir / FILE_NAME) or {}
+    if kept.get("asked") == asked:
+        return parse(str(kept.get("said")), driver)
+    said = _ask()
+    found = said if isinstance(said, Gpus) else parse(said, driver)
+    if not found.error and isinstance(said, str):
+        with suppress(OSError):  # the first plan comes before there is such a folder
+            write_atomically(run_dir / FILE_NAME, json.dumps({"asked": asked, "said": said}))
+    return found
+
+
+def _ask() -> str | Gpus:
+    """What the probe prints, or that it could not."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", str(_PROBE)],
@@ -77,7 +104,7 @@ def read_gpus(vllm_version: str, control: Path = _CONTROL, version: Path = _VERS
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
         return Gpus(error=f"the NVIDIA driver cannot be asked: {said[-1]}")
-    return parse(done.stdout, _read_driver(version))
+    return done.stdout
 
 
 def find_gpu_fault(gpus: Gpus, vllm_version: str, packages: Sequence[str]) -> list[Fault]:

@@ -18,9 +18,10 @@ PLUGIN, PROGRAM = "cuda_plugin.so", "cuda-checkpoint"
 STATE_BYTES = 3 << 30
 # Seconds for criu to stop a tree. Each process's CUDA calls end meanwhile, and its state is moved.
 FREEZE_S = 60
-# Open in every process that uses CUDA; the driver closes its own when it checkpoints. Others of its
-# files are for what cannot be taken along (slices of a GPU, memory shared between hosts).
-_DEVICE = re.compile(r"/dev/nvidia(\d+|ctl|-uvm|-uvm-tools)")
+# Open in every process that uses CUDA, seen on an H200 with driver 580; the driver closes its own
+# when it checkpoints. Others of its files are for what cannot be taken along (memory shared between
+# hosts, displays).
+_DEVICE = re.compile(r"/dev/nvidia(\d+|ctl|-uvm|-uvm-tools|-caps/nvidia-cap\d+)")
 _LEFT = re.compile(r"Can't dump file .*\(chr 195:|/dev/nvidia")
 _REFUSED = re.compile(r"(PAUSE|CHECKPOINT)_DEVICES failed with")
 

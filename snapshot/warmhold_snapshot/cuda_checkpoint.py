@@ -13,10 +13,10 @@ one does:
     cuda-checkpoint --action lock|checkpoint|restore|unlock --pid PID [--timeout MS]
 
 A process that has not mapped libcuda has no CUDA, and the driver is not asked for its thread: that
-spares a frozen engine 0.2 s for each of its processes without. PID may be a thread's. The plug-in reads both outputs into one buffer of 127 bytes, so that an error
-says the essential first. Every call has a time limit; only a lock is undone by the driver when it
-is reached. Ends with 0, 1 (the driver refused), 2 (usage, or no driver that can) or 124 (the time
-limit).
+spares a frozen engine 0.2 s for each of its processes without. PID may be a thread's. The plug-in
+reads both outputs into one buffer of 127 bytes, so that an error says the essential first. Every
+call has a time limit; only a lock is undone by the driver when it is reached. Ends with 0, 1 (the
+driver refused), 2 (usage, or no driver that can) or 124 (the time limit).
 Sources: plugins/cuda/cuda_plugin.c of CRIU 4.2.1, cuda.h of CUDA 12.8 and 13.0.
 """
 

@@ -32,7 +32,7 @@ def driver(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 def read(version: Path) -> Gpus:
-    return read_gpus("0.33.0", version, version)
+    return read_gpus("0.33.0", version.with_name("none"), version, version)
 
 
 def test_a_gpu(driver: Path) -> None:
@@ -48,8 +48,31 @@ def test_nothing_is_asked_without_a_driver_or_where_vllm_is_for_cpus(
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert read_gpus("0.33.0", driver.with_name("none"), driver) == Gpus()
-    assert read_gpus("0.32.0+cpu", driver, driver) == Gpus()
+    assert read_gpus("0.33.0", driver.parent, driver.with_name("none"), driver) == Gpus()
+    assert read_gpus("0.32.0+cpu", driver.parent, driver, driver) == Gpus()
+
+
+def test_a_driver_is_asked_once_in_a_container(
+    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: asked.append(a) or run(*a, **k))
+
+    def look() -> Gpus:
+        return read_gpus("0.33.0", tmp_path, driver, driver)
+
+    first = look()
+    assert look() == first and first.all and len(asked) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert look() == first and len(asked) == 2
+    driver.write_text(OPEN.replace("580.159.04", "590.1"))
+    assert look().driver == "590.1" and len(asked) == 3
+    (tmp_path / gpu.FILE_NAME).write_text("no JSON")
+    assert look().all and len(asked) == 4
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("FAKE_CUDA_ABSENT", "1")
+    assert look().error and look().error and len(asked) == 6, "what failed is asked again"
 
 
 def test_several_and_slices(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:

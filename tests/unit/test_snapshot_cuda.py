@@ -16,7 +16,8 @@ from warmhold_snapshot.sockets import Sockets
 DEVICE = FileStatus(0, 1, stat.S_IFCHR | 0o666, 1, 5)
 FOUND = Found((1 << 40) - 1, 0, "4.2.1", "", 1 << 40, "/", 1 << 22)
 CUDA = ["/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia15", "/dev/nvidia-uvm"]
-OTHERS = ["/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-caps-imex-channels/channel0"]
+CUDA += ["/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-caps/nvidia-cap2"]
+OTHERS = ["/dev/nvidia-caps-imex-channels/channel0", "/dev/nvidia-caps/other"]
 OTHERS += ["/dev/nvidia-modeset", "/dev/infiniband/uverbs0", "/dev/gdrdrv"]
 
 
