@@ -80,15 +80,15 @@ def read_gpus(
     if kept.get("asked") == asked:
         return parse(str(kept.get("said")), driver)
     said = _ask()
-    found = said if isinstance(said, Gpus) else parse(said, driver)
-    if not found.error and isinstance(said, str):
+    found = parse(said, driver)
+    if not found.error:
         with suppress(OSError):  # the first plan comes before there is such a folder
             write_atomically(run_dir / FILE_NAME, json.dumps({"asked": asked, "said": said}))
     return found
 
 
-def _ask() -> str | Gpus:
-    """What the probe prints, or that it could not."""
+def _ask() -> str:
+    """What the probe prints, or such a line of why it could not."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", str(_PROBE)],
@@ -100,10 +100,10 @@ def _ask() -> str | Gpus:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Gpus(error=f"the NVIDIA driver does not answer: {error}")
+        return f"error the NVIDIA driver does not answer: {error}"
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        return Gpus(error=f"the NVIDIA driver cannot be asked: {said[-1]}")
+        return f"error the NVIDIA driver cannot be asked: {said[-1]}"
     return done.stdout
 
 
