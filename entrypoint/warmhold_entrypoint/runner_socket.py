@@ -47,7 +47,8 @@ def ask(path: Path, request: bytes, timeout_s: float) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
-        connection.sendall(request)
+        if request:  # even of nothing a send fails where the answer has come and the end is closed
+            connection.sendall(request)
         answer = b""
         while chunk := connection.recv(65536):
             answer += chunk
