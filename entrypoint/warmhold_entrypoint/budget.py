@@ -30,8 +30,11 @@ def choose_kv_bytes(
 
     `resident_bytes` is what the vault holds besides one copy of the model's weights. What the user
     set is kept. Else half of what weights and private memory leave, up to 4 GiB, since weights,
-    resident or not, KV cache and private memory are all charged to the same limit.
+    resident or not, KV cache and private memory are all charged to the same limit. On a GPU vLLM
+    measures what is left there, with resident weights counted once.
     """
+    if facts.on_gpu:
+        return None, None
     arguments = settings.arguments
     limit = facts.memory_limit_bytes
     processes = BASE_BYTES + WORKER_BYTES * (arguments.worker_count - 1)

@@ -11,6 +11,9 @@ from .facts import Facts
 from .settings import HUB_TOKENS, Settings, is_offline
 
 _FOR_DOWNLOADS = "--hf-token"
+# A GPU engine gives weights and KV cache back by its sleep mode, for a snapshot too.
+_SLEEP = ("--enable-sleep-mode", "--sleep-mode-backend", weights.PLUGIN)
+_ABOUT_SLEEP = ("--enable-sleep-mode", "--no-enable-sleep-mode", "--sleep-mode-backend")
 
 
 def build_engine_argv(settings: Settings, facts: Facts, kv_bytes: int | None) -> tuple[str, ...]:
@@ -36,7 +39,17 @@ def build_engine_argv(settings: Settings, facts: Facts, kv_bytes: int | None) ->
     for option, value in added.items():
         if not user.has(option):
             argv += [option, value]
+    if facts.on_gpu and uses_own_sleep(settings):
+        argv += _SLEEP
     return tuple(argv)
+
+
+def uses_own_sleep(settings: Settings) -> bool:
+    """Given settings, tell whether an engine on one GPU gets warmhold's sleep mode: the user's own
+    words about it are left as they are."""
+    arguments = settings.arguments
+    said = any(arguments.has(option) for option in _ABOUT_SLEEP)
+    return not said and arguments.worker_count == 1 and weights.uses_loader(settings)
 
 
 def build_fetch_argv(settings: Settings) -> tuple[str, ...]:
@@ -70,8 +83,11 @@ def build_engine_environment(settings: Settings, facts: Facts) -> dict[str, str]
         # object has no attribute 'finalize_loading'"): every start would compile again. Without
         # them Inductor's own cache is used, and the second start compiles nothing.
         environment["VLLM_USE_AOT_COMPILE"] = "0"
-    limited = facts.cpu_quota is not None and facts.cpu_quota < facts.cpu_affinity
-    if limited or settings.arguments.worker_count > facts.numa_nodes:
+    if facts.on_gpu:
+        if settings.arguments.worker_count == 1:
+            # Alone it speaks to nobody, and an adapter that is held open cannot be snapshotted.
+            environment["NCCL_IB_DISABLE"] = "1"
+    elif _is_limited(facts) or settings.arguments.worker_count > facts.numa_nodes:
         # Upstream binds a thread to every core of the affinity mask and knows no quota; and it
         # gives each worker a NUMA node of its own, and ends where there are too few.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -105,6 +121,10 @@ def inherit_environment(settings: Settings, added: Mapping[str, str]) -> dict[st
     if len(settings.api_keys) == 1:
         environment["VLLM_API_KEY"] = settings.api_keys[0]
     return environment
+
+
+def _is_limited(facts: Facts) -> bool:
+    return facts.cpu_quota is not None and facts.cpu_quota < facts.cpu_affinity
 
 
 def _choose_offline(settings: Settings, facts: Facts) -> dict[str, str]:

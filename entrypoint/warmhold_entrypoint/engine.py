@@ -13,11 +13,11 @@ from .errors import EntrypointError, Exit
 from .files import read_run_dir
 from .log import Log, configure_logging
 from .loop import Loop
-from .orders import OrderServer
+from .orders import serve_orders
 from .pid1 import leave_exit_code
 from .runner import Runner
 from .start import log_plan, make_sound_plan, read_command
-from .status import StatusServer
+from .status import serve_status
 from .sweep import Leftovers
 
 _log = Log("engine")
@@ -35,9 +35,9 @@ def run_engine(command: Sequence[str], run_dir: Path) -> int:
         loop = Loop()
         stack.callback(loop.close)
         runner = Runner(command, settings, plan, loop, uid, leftovers)
-        server = StatusServer(run_dir, loop, runner.status)
+        server = serve_status(run_dir, loop, runner.status)
         stack.callback(server.close)
-        orders = OrderServer(run_dir, loop, runner.take_order)
+        orders = serve_orders(run_dir, loop, runner.take_order)
         stack.callback(orders.close)
         return runner.run()
 

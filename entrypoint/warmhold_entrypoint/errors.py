@@ -43,6 +43,7 @@ _EXIT_OF_KIND = {
     "arguments": Exit.SETTINGS,
     "model": Exit.SETTINGS,
     "memory": Exit.SETTINGS,
+    "gpu": Exit.SETTINGS,
     "shm": Exit.SETTINGS,
     "port": Exit.SETTINGS,
     "rights": Exit.RIGHTS,

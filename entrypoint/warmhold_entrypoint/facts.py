@@ -20,6 +20,7 @@ from warmhold_wcache.content import Content, read_cached_content
 from . import launcher, tree, weights
 from .conf import VAULT_SOCKET
 from .errors import Fault
+from .gpu import Gpus, find_gpu_fault, read_gpus
 from .model import Model, find_model
 from .resident import Vault, read_vault
 from .settings import Settings
@@ -58,8 +59,14 @@ class Facts:
     packages: tuple[str, ...]
     cache_dir: str
     faults: tuple[Fault, ...]
+    gpus: Gpus = field(default_factory=Gpus)
     # Read last, since it is compared with what would be started.
     snapshots: Snapshots = field(default_factory=Snapshots)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the engine computes on an NVIDIA GPU."""
+        return bool(self.gpus.all)
 
     @property
     def versions(self) -> dict[str, str]:
@@ -79,15 +86,19 @@ def read_facts(settings: Settings) -> Facts:
     model, faults = find_model(
         settings.model, settings.arguments.value("--revision"), env.models_dir, settings.offline
     )
-    build_id, vllm_version, device = read_build_id(), read_vllm_version(), read_cpu_device()
+    build_id, vllm_version = read_build_id(), read_vllm_version()
+    gpus = read_gpus(vllm_version, env.run_dir)
+    on_gpu = bool(gpus.all)
+    device = gpus.device if on_gpu else read_cpu_device()
     # What is compiled depends on the linear path, and vLLM's own hash does not know of it.
-    name = "-".join([build_id, vllm_version, device, weights.linear_path(settings)])
-    cache_dir = env.state_dir / "cache" / name
+    parts = [build_id, vllm_version, device, weights.linear_path(settings, on_gpu)]
+    cache_dir = env.state_dir / "cache" / "-".join(filter(None, parts))
     limit, limited_by = read_memory_limit()
     uid = os.getuid() if env.engine_uid is None else env.engine_uid
     plugins, packages = read_packages()
     faults += probe_access(uid, cache_dir, model)
     faults += probe_port(settings.arguments.port)
+    faults += find_gpu_fault(gpus, vllm_version, packages)
     return Facts(
         build_id=build_id,
         vllm_version=vllm_version,
@@ -108,6 +119,7 @@ def read_facts(settings: Settings) -> Facts:
         packages=packages,
         cache_dir=str(cache_dir),
         faults=tuple(faults),
+        gpus=gpus,
     )
 
 

@@ -22,6 +22,8 @@ from .log import Log, configure_logging
 from .snapshot_engine import ControlledEngine
 from .snapshots import GENERATIONS
 
+_ON_GPU = "a GPU's are in the vault alone: a container whose vault is empty starts in another mode"
+
 _log = Log("snapshot")
 
 
@@ -36,7 +38,11 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
     except ControlError as error:
         remedy = "the engine goes on as before; see its log"
         raise SnapshotError("snapshot.engine", error.detail, remedy) from error
-    kept = generations if request["weights"] == "flat" else []
+    plugins = Path(request["plugins"]) if request["plugins"] else None
+    kept = generations if request["weights"] == "flat" and plugins is None else []
+    if plugins is not None and request["weights"] == "flat":
+        # A file would have to be written from the GPU, by a process with CUDA of its own.
+        _log.info("no flat weights", reason=_ON_GPU)
     with open_weights(Path(request["vault"]), kept) as weights:
         report = create(
             request["pid"],
@@ -47,6 +53,7 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
             notes={GENERATIONS: " ".join(generations)},
             weights=weights,
             other_uid=request["other_uid"],
+            plugins=plugins,
         )
     if request["prune"]:
         try:

@@ -12,13 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .errors import Fault
 from .loop import Loop
+from .runner_socket import RunnerSocket, ask
 
 SOCKET_NAME = "orders.sock"
 CREATE, RESTORE = "create", "restore"
 _MAX_ORDER_BYTES = 4096
-_MAX_ANSWER_BYTES = 1 << 20
 
 
 class Order:
@@ -40,36 +39,12 @@ class Order:
         self.answer({"ok": False, "code": code, "detail": detail, "remedy": remedy})
 
 
-class OrderServer:
-    """Takes orders from the runner's own loop and hands each on. Owns the socket."""
+def serve_orders(run_dir: Path, loop: Loop, take: Callable[[Order], None]) -> RunnerSocket:
+    """Given the run directory, hand on every order from the loop until the socket is closed."""
 
-    def __init__(self, run_dir: Path, loop: Loop, take: Callable[[Order], None]) -> None:
-        self._path = run_dir / SOCKET_NAME
-        self._loop = loop
-        self._take = take
-        self._path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(self._path))
-        self._path.chmod(0o600)
-        self._socket.listen(16)
-        self._socket.setblocking(False)
-        loop.watch(self._socket.fileno(), self._accept)
-
-    def close(self) -> None:
-        """Take no more orders."""
-        self._loop.forget(self._socket.fileno())
-        self._socket.close()
-        self._path.unlink(missing_ok=True)
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._socket.accept()
-            connection.setblocking(False)
-            self._loop.watch(connection.fileno(), lambda: self._read(connection))
-
-    def _read(self, connection: socket.socket) -> None:
+    def read(connection: socket.socket) -> None:
         """An order is one small message, which comes whole or not at all."""
-        self._loop.forget(connection.fileno())
+        loop.forget(connection.fileno())
         try:
             order = json.loads(connection.recv(_MAX_ORDER_BYTES))
             act, name = str(order["act"]), str(order["name"])
@@ -78,22 +53,21 @@ class OrderServer:
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
             return
-        self._take(Order(connection, act, name))
+        take(Order(connection, act, name))
+
+    def wait_for_order(connection: socket.socket) -> None:
+        loop.watch(connection.fileno(), lambda: read(connection))
+
+    return RunnerSocket(run_dir / SOCKET_NAME, loop, wait_for_order)
 
 
 def give_order(run_dir: Path, act: str, name: str, timeout_s: float) -> dict[str, Any]:
     """Given the run directory, an order and a limit in seconds, return the runner's answer: `ok`,
     and where it is false code, detail and remedy."""
-    remedy = "see `supervisorctl status` and the container's log"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(timeout_s)
-        try:
-            connection.connect(str(run_dir / SOCKET_NAME))
-            connection.sendall(json.dumps({"act": act, "name": name}).encode())
-            answer = b""
-            while len(answer) < _MAX_ANSWER_BYTES and (chunk := connection.recv(65536)):
-                answer += chunk
-            return dict(json.loads(answer))
-        except (OSError, ValueError) as error:
-            fault = Fault("ready.no-runner", f"no answer from the engine's runner: {error}", remedy)
-    return {"ok": False, "code": fault.code, "detail": fault.detail, "remedy": fault.remedy}
+    order = json.dumps({"act": act, "name": name}).encode()
+    try:
+        return dict(json.loads(ask(run_dir / SOCKET_NAME, order, timeout_s)))
+    except (OSError, ValueError) as error:
+        remedy = "see `supervisorctl status` and the container's log"
+        detail = f"no answer from the engine's runner: {error}"
+        return {"ok": False, "code": "ready.no-runner", "detail": detail, "remedy": remedy}

@@ -77,6 +77,7 @@ def build_key(settings: Settings, facts: Facts) -> dict[str, str]:
         {**settings.environ, **build_engine_environment(settings, facts)},
         facts.content,
         facts.versions,
+        facts.on_gpu,
     )
 
 
@@ -93,7 +94,8 @@ def decide(settings: Settings, facts: Facts) -> Plan:
     others = sum(
         row["bytes"] for row in facts.vault.rows if from_disk or not weights.is_resident(row, key)
     )
-    copies = facts.model.weight_bytes if weights.linear_path(settings) == "packed" else 0
+    packed = weights.linear_path(settings, facts.on_gpu) == "packed"
+    copies = facts.model.weight_bytes if packed else 0
     miss = weights.find_miss(settings, facts.vault, key)
     publish = settings.env.wcache == "vault"
     kv_bytes, memory_fault = choose_kv_bytes(settings, facts, others + copies * publish)

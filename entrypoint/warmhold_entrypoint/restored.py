@@ -15,8 +15,9 @@ from pathlib import Path
 from warmhold_snapshot import pids
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
+from warmhold_snapshot.identity import is_on_gpu
 from warmhold_snapshot.mark import clear_mark, write_mark
-from warmhold_snapshot.restore import Restored, restore
+from warmhold_snapshot.restore import Limits, Restored, restore
 from warmhold_wcache.control_client import ControlError
 
 from . import tree
@@ -25,6 +26,7 @@ from .conf import CONTROL_SOCKET, VAULT_SOCKET
 from .engine_process import EngineProcess
 from .errors import Rejection
 from .flat_weights import publish_flat
+from .gpu_snapshots import find_plugins
 from .log import Log
 from .loop import Loop
 from .phases import Phases
@@ -45,6 +47,7 @@ _STOP_S = 5.0
 _NEAR = 200
 _VAULT_S = 5.0
 _VAULT_POLL_S = 0.05
+_GPU_LIMITS = Limits(criu_s=120.0)  # a driver that has no other user wakes the GPU up first
 
 _log = Log("snapshot")
 
@@ -53,7 +56,8 @@ _log = Log("snapshot")
 class Wish:
     """What is to be restored: the artifact `name` in `folder`, whose engine has the `control`
     socket and whose weights the `vault` socket hands out, with `flat` out of flat files where it
-    does not hold them; every byte is verified with `checksums`."""
+    does not hold them; every byte is verified with `checksums`. `plugins` is the folder of criu's
+    plug-ins."""
 
     folder: Path
     name: str
@@ -61,6 +65,7 @@ class Wish:
     vault: Path
     checksums: bool
     flat: bool
+    plugins: Path | None = None
 
 
 def build_wish(settings: Settings, name: str) -> Wish:
@@ -73,6 +78,7 @@ def build_wish(settings: Settings, name: str) -> Wish:
         vault=env.run_dir / VAULT_SOCKET,
         checksums=env.snapshot_verify == "always",
         flat=env.snapshot_weights == "flat",
+        plugins=find_plugins(settings),
     )
 
 
@@ -152,9 +158,17 @@ class Restoration:
                 self._published.append(generation_id)
                 _log.info("weights read from a flat file", id=generation_id, bytes=count)
             self._close("flat", "image")
-        _pass_by(store.read(wish.name).ids())
+        manifest = store.read(wish.name)
+        on_gpu = is_on_gpu(manifest.identity)
+        _pass_by(manifest.ids())
         restored = restore(
-            store, wish.name, self._writer, checksums=wish.checksums, progress=self._go_on
+            store,
+            wish.name,
+            self._writer,
+            checksums=wish.checksums,
+            plugins=wish.plugins if on_gpu else None,
+            limits=_GPU_LIMITS if on_gpu else Limits(),
+            progress=self._go_on,
         )
         self.process = AdoptedChild(restored.pid, restored.pidfd)
         self._close("image", "weights")

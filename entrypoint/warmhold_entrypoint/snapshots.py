@@ -27,6 +27,8 @@ from warmhold_wcache.key import compare as compare_keys
 
 from . import weights
 from .arguments import EngineArguments
+from .gpu import Gpus
+from .gpu_snapshots import find_gpu_obstacle, find_plugins, identify
 from .inputs import read_inputs
 from .log import redact_argv
 from .resident import COMING, Vault
@@ -60,7 +62,7 @@ class Snapshots:
 @dataclass(frozen=True)
 class Candidate:
     """The engine that would be started: argv, environment, version ids, distributions, the launch
-    key of its weights, and where its model lies (None: to be downloaded first)."""
+    key of its weights, where its model lies (None: to be downloaded first), and its GPUs."""
 
     argv: Sequence[str]
     environment: Mapping[str, str]
@@ -68,6 +70,7 @@ class Candidate:
     packages: Sequence[str]
     key: Mapping[str, str]
     model_directory: str | None
+    gpus: Gpus = field(default_factory=Gpus)
 
 
 def read_snapshots(
@@ -77,7 +80,7 @@ def read_snapshots(
     is. With a `wanted` name no other artifact counts, and that one does although a restore of it
     failed before."""
     folder = settings.env.state_dir / FOLDER
-    found = find_obstacle(settings, candidate)
+    found, gpus = find_obstacle(settings, candidate), candidate.gpus
     if not folder.is_dir():
         return found or Snapshots()
     secrets, served = collect_secrets(settings), collect_served(settings)
@@ -108,6 +111,7 @@ def read_snapshots(
                 secrets=secrets,
                 served=served,
                 weights=json.dumps(dict(candidate.key)),
+                gpu=identify(gpus, find_plugins(settings)) if gpus.all else {},
             )
             flat = settings.env.snapshot_weights == "flat"
             return judge(store, now, read_circumstances(vault), vault, wanted, flat)
@@ -136,6 +140,16 @@ def find_obstacle(settings: Settings, candidate: Candidate) -> Snapshots | None:
         detail = f"{holder}: a snapshot would hold a token of the Hugging Face hub"
         remedy = "unset HF_HUB_OFFLINE, so that the engine is offline, and leave it out of --config"
         return _unsupported(detail, remedy)
+    if candidate.gpus.all and (
+        reason := find_gpu_obstacle(
+            settings,
+            candidate.gpus,
+            candidate.argv,
+            candidate.environment,
+            candidate.model_directory,
+        )
+    ):
+        return Snapshots(*reason)
     if missing := check.find_missing_rights(bool(env.engine_uid)):
         detail = ", ".join(point.name for point in missing)
         remedy = "; ".join(point.remedy for point in missing)

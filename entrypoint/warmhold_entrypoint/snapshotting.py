@@ -9,9 +9,11 @@ from typing import Any
 
 from warmhold_snapshot import artifact, pids
 from warmhold_snapshot.errors import SnapshotError
+from warmhold_snapshot.identity import is_on_gpu
 
 from .conf import CONTROL_SOCKET, VAULT_SOCKET
 from .errors import Fault
+from .gpu_snapshots import find_plugins
 from .log import Log
 from .loop import Loop
 from .making import Making
@@ -46,6 +48,7 @@ class Snapshotting:
         self._order = order
         self._loop = loop
         self._result: Mapping[str, Any] = {}
+        on_gpu = is_on_gpu(plan.snapshots.identity)
         request = {
             "act": "create",
             "pid": pid,
@@ -54,6 +57,7 @@ class Snapshotting:
             "control": str(settings.env.run_dir / CONTROL_SOCKET),
             "vault": str(settings.env.run_dir / VAULT_SOCKET),
             "weights": settings.env.snapshot_weights,
+            "plugins": str(find_plugins(settings)) if on_gpu else "",
             "drain_s": _DRAIN_S if order else _AUTO_DRAIN_S,
             "identity": dict(plan.snapshots.identity),
             "other_uid": bool(settings.env.engine_uid),

@@ -71,6 +71,7 @@ def _look(settings: Settings, facts: Facts, wanted: str) -> Snapshots:
         packages=facts.packages,
         key=build_key(settings, facts),
         model_directory=facts.model.directory,
+        gpus=facts.gpus,
     )
     return read_snapshots(settings, candidate, facts.vault, wanted)
 

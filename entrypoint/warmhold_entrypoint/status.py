@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .loop import Loop
+from .runner_socket import RunnerSocket, ask
 
 SOCKET_NAME = "engine.sock"
-_MAX_ANSWER_BYTES = 1 << 20
-
 _WEIGHTS_FROM = {
     "disk": "read from disk",
     "flat": "read from a flat file",
@@ -25,50 +24,23 @@ _WEIGHTS_FROM = {
 Status = dict[str, Any]
 
 
-class StatusServer:
-    """Answers on the runner's socket, from the runner's own loop. Owns the socket."""
+def serve_status(run_dir: Path, loop: Loop, answer: Callable[[], Status]) -> RunnerSocket:
+    """Given the run directory, answer every connection from the loop until the socket is closed."""
 
-    def __init__(self, run_dir: Path, loop: Loop, answer: Callable[[], Status]) -> None:
-        self._path = run_dir / SOCKET_NAME
-        self._loop = loop
-        self._answer = answer
-        self._path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(self._path))
-        self._path.chmod(0o600)
-        self._socket.listen(16)
-        self._socket.setblocking(False)
-        loop.watch(self._socket.fileno(), self._accept)
+    def send(connection: socket.socket) -> None:
+        # The answer is far smaller than a socket's buffer, so nobody can make the loop wait.
+        with connection, suppress(OSError):
+            connection.sendall(json.dumps(answer()).encode() + b"\n")
 
-    def close(self) -> None:
-        """Stop answering."""
-        self._loop.forget(self._socket.fileno())
-        self._socket.close()
-        self._path.unlink(missing_ok=True)
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._socket.accept()
-            # The answer is far smaller than a socket's buffer, so nobody can make the loop wait.
-            connection.setblocking(False)
-            with connection, suppress(OSError):
-                connection.sendall(json.dumps(self._answer()).encode() + b"\n")
+    return RunnerSocket(run_dir / SOCKET_NAME, loop, send)
 
 
 def ask_status(run_dir: Path, timeout_s: float) -> Status | None:
     """Given the run directory, return the runner's status, or None where nobody answers in time."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(timeout_s)
-        try:
-            connection.connect(str(run_dir / SOCKET_NAME))
-            answer = b""
-            while chunk := connection.recv(65536):
-                answer += chunk
-                if len(answer) > _MAX_ANSWER_BYTES:
-                    return None
-            status = json.loads(answer)
-        except (OSError, ValueError):
-            return None
+    try:
+        status = json.loads(ask(run_dir / SOCKET_NAME, b"", timeout_s))
+    except (OSError, ValueError):
+        return None
     return status if isinstance(status, dict) else None
 
 

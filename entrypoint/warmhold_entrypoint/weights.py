@@ -56,8 +56,11 @@ def load_format(settings: Settings) -> str:
     return (settings.arguments.value(_FORMAT) or "auto").lower()
 
 
-def linear_path(settings: Settings) -> str:
-    """Given settings, return the CPU linear path, `packed` where upstream's loader is used."""
+def linear_path(settings: Settings, on_gpu: bool = False) -> str:
+    """Given settings, return the CPU linear path, `packed` where upstream's loader is used; ""
+    where no CPU computes."""
+    if on_gpu:
+        return ""
     return settings.env.cpu_linear if uses_loader(settings) else "packed"
 
 
@@ -118,12 +121,12 @@ def build_key(
     environment: Mapping[str, str],
     content: Content,
     versions: Mapping[str, str],
+    on_gpu: bool = False,
 ) -> dict[str, str]:
-    """Given the engine's argv (`vllm serve MODEL ...`), its environment, the checkpoint's content
-    and version ids, return the launch key."""
-    return build_launch_key(
-        argv[2:], environment, content, versions=versions, cpu_linear=linear_path(settings)
-    )
+    """Given the engine's argv (`vllm serve MODEL ...`), its environment, the checkpoint's content,
+    version ids and whether a GPU computes, return the launch key."""
+    linear = linear_path(settings, on_gpu)
+    return build_launch_key(argv[2:], environment, content, versions=versions, cpu_linear=linear)
 
 
 def find_miss(settings: Settings, vault: Vault, wanted: Mapping[str, str]) -> Rejection | None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import criu, pids
+from . import criu, cuda, pids
 from .errors import SnapshotError
 
 _CAPABILITIES = {
@@ -82,14 +82,24 @@ def read_found(folder: Path, proc: Path = pids.PROC) -> Found:
 
 
 def conclude(
-    found: Found, estimate_bytes: int = 0, other_uid: bool = False, above_pid: int = 0
+    found: Found,
+    estimate_bytes: int = 0,
+    other_uid: bool = False,
+    above_pid: int = 0,
+    plugins: Path | None = None,
 ) -> list[Point]:
     """Given what was found, the bytes an artifact is expected to have, whether the engine has
-    another uid than root, and the number that the engine's PIDs start above, return every point."""
+    another uid than root, the number that the engine's PIDs start above and, where it is on a GPU,
+    the folder of criu's plug-ins, return every point."""
     needed = (*_ALWAYS, "SYS_RESOURCE") if other_uid else _ALWAYS
     points = [_capability(found.capabilities, name) for name in needed]
     points.append(_seccomp(found.seccomp))
     points += _criu(found)
+    if plugins is not None:
+        missing = cuda.find_missing(plugins)
+        remedy = "use the image warmhold:cuda" if missing else ""
+        said = f"{missing} is not there" if missing else "its plug-in, and what that calls"
+        points.append(Point("criu for CUDA", not missing, said, remedy))
     needed_bytes = estimate_bytes + _SPARE_BYTES
     enough = found.free_bytes >= needed_bytes
     sizes = f"{_mib(found.free_bytes)} MiB free in {found.folder}, {_mib(needed_bytes)} needed"

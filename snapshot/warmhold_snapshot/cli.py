@@ -51,11 +51,23 @@ def cli(context: click.Context, folder: Path) -> None:
 @click.option(
     "--above-pid", type=click.IntRange(0), default=0, help="The engine's PIDs are higher."
 )
+@click.option(
+    "--plugins",
+    type=click.Path(path_type=Path),
+    help="The engine is on a GPU: where criu's plug-ins lie (/usr/local/lib/criu in the image).",
+)
 @click.pass_obj
-def check(folder: Path, as_json: bool, estimate_mib: int, other_uid: bool, above_pid: int) -> None:
+def check(
+    folder: Path,
+    as_json: bool,
+    estimate_mib: int,
+    other_uid: bool,
+    above_pid: int,
+    plugins: Path | None,
+) -> None:
     """Tell whether this container can make and restore snapshots."""
     found = checks.read_found(folder)
-    points = checks.conclude(found, estimate_mib << 20, other_uid, above_pid)
+    points = checks.conclude(found, estimate_mib << 20, other_uid, above_pid, plugins)
     answer = json.dumps(checks.to_json(points), indent=2) if as_json else checks.render(points)
     click.echo(answer)
     sys.exit(0 if all(point.ok for point in points) else _RIGHTS)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from . import check, criu, hook, images
+from . import check, criu, cuda, hook, images
 from .artifact import IMAGES, Draft, Store, describe_files
 from .checksum import Progress
 from .clock import Clock
@@ -99,6 +99,7 @@ def create(
     notes: Mapping[str, str] | None = None,
     weights: Sequence[Weights] = (),
     other_uid: bool = False,
+    plugins: Path | None = None,
     limits: Limits = Limits(),
     progress: Progress | None = None,
 ) -> Report:
@@ -107,16 +108,18 @@ def create(
 
     Raise SnapshotError; the engine then runs and was resumed, and there is no artifact. The one
     exception is the code `snapshot.resume`: the engine could not be resumed and has to be started
-    anew. `notes` are kept in the manifest, `weights` in flat files. `progress` follows the
-    checksums.
+    anew. `notes` are kept in the manifest, `weights` in flat files. `plugins` is the folder of
+    criu's plug-ins where the engine is on a GPU, None where it is on the CPU. `progress` follows
+    the checksums.
     """
     clock = Clock()
     with clock.step("check"):
         points = check.read_found(store.folder)
         needed = check.estimate_bytes(root_pid)
         needed += sum(item.size_bytes for item in weights if not store.flat.holds(item))
-        check.require(check.conclude(points, needed, other_uid))
-        before = scan(root_pid, limits.ghost_bytes)
+        needed += 0 if plugins is None else cuda.STATE_BYTES
+        check.require(check.conclude(points, needed, other_uid, plugins=plugins))
+        before = scan(root_pid, limits.ghost_bytes, plugins is not None)
         before_quiesce = [item for item in before.offenders if item.kind not in _GIVEN_BACK]
         Scan(tuple(before_quiesce)).require_clean("at all")
     with store.draft(name) as draft:
@@ -129,9 +132,9 @@ def create(
             with clock.step("quiesce"):
                 _ask(engine.quiesce)
             with clock.step("scan"):
-                found = _scan_until_clean(root_pid, limits)
+                found = _scan_until_clean(root_pid, limits, plugins is not None)
             with clock.step("dump"):
-                findings, outcome = _dump(root_pid, draft, limits)
+                findings, outcome = _dump(root_pid, draft, limits, plugins)
         pause_s = time.monotonic() - began
         # Not before: until it is resumed the engine counts as not ready, and these are many bytes.
         # Their room was checked, and a dump that fails has then not cost them.
@@ -206,10 +209,10 @@ def _ask(question: Callable[[], _T]) -> _T:
         raise SnapshotError("snapshot.engine", str(error) or repr(error), remedy) from error
 
 
-def _scan_until_clean(root_pid: int, limits: Limits) -> Scan:
+def _scan_until_clean(root_pid: int, limits: Limits, on_gpu: bool) -> Scan:
     """A closed connection is gone only once both ends have seen it: look until then."""
     deadline = time.monotonic() + limits.settle_s
-    while (found := scan(root_pid, limits.ghost_bytes)).offenders:
+    while (found := scan(root_pid, limits.ghost_bytes, on_gpu)).offenders:
         if time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)
@@ -217,12 +220,14 @@ def _scan_until_clean(root_pid: int, limits: Limits) -> Scan:
     return found
 
 
-def _dump(root_pid: int, draft: Draft, limits: Limits) -> tuple[_Findings, criu.Outcome]:
+def _dump(
+    root_pid: int, draft: Draft, limits: Limits, plugins: Path | None
+) -> tuple[_Findings, criu.Outcome]:
     before, folder = read_tree(root_pid), draft.folder
     try:
-        with hook.script(folder, root_pid, limits.ghost_bytes) as script:
+        with hook.script(folder, root_pid, limits.ghost_bytes, plugins is not None) as script:
             argv = criu.build_dump_argv(
-                root_pid, folder / IMAGES, folder, script, limits.ghost_bytes
+                root_pid, folder / IMAGES, folder, script, limits.ghost_bytes, plugins
             )
             outcome = criu.run(argv, limits.dump_s, folder / criu.DUMP_LOG, [draft.lock_fd])
     except SnapshotError as error:
@@ -232,7 +237,9 @@ def _dump(root_pid: int, draft: Draft, limits: Limits) -> tuple[_Findings, criu.
             ) from error
         remedy = "the engine goes on as before; see the lines above"
         code = error.code if error.code == "snapshot.timeout" else "snapshot.dump"
-        raise SnapshotError(code, error.detail, remedy, error.lines) from error
+        why = "" if plugins is None else cuda.explain(error.lines)
+        detail = f"{error.detail} ({why})" if why else error.detail
+        raise SnapshotError(code, detail, remedy, error.lines) from error
     findings = _read_findings(folder)
     after = {(process.pid, process.start_ticks) for process in findings.processes}
     if after != {(process.pid, process.start_ticks) for process in before}:

@@ -12,6 +12,9 @@ The flags; without any of the second to the fifth a dump of `tests/contract/smal
                      still. Locking would cost a run of iptables per connection and direction while
                      the engine is frozen, and a criu that is killed would leave them locked.
 --manage-cgroups=ignore  another container has another cgroup; the caller's is the right one
+With `plugins`, for an engine on a GPU:
+--libdir             where cuda_plugin.so lies
+--timeout            for stopping the tree, in which the plug-in moves the GPU's state to the host
 Not used: --ext-unix-sk (nothing may be connected to outside), --shell-job (the tree has its own
 sessions, and no terminal).
 Sources: criu(8); criu/config.c, criu/cr-dump.c, criu/net.c of CRIU 4.2.
@@ -27,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import cuda
 from .errors import SnapshotError
 
 PROGRAM = "criu"
@@ -35,6 +39,7 @@ _KEY_LINES, _TAIL_LINES = 80, 40
 # What criu says on every run in a container, and what does not matter there.
 _HARMLESS = re.compile(
     r"tun: Unable to create tun|Can't setup RLIMIT_NOFILE|ns_last_pid sysctl is inaccessible"
+    r"|Failed to launch cuda-checkpoint to retrieve restore tid"  # of a process without CUDA
 )
 _KEY = re.compile(r"\b(Error|Warn(ing)?)\b", re.IGNORECASE)
 _STATISTIC = re.compile(r"^(\w[\w ]*): (\d+)(?: us)?$", re.MULTILINE)
@@ -54,28 +59,37 @@ def build_dump_argv(
     work: Path,
     hook: Path,
     ghost_limit_bytes: int,
+    plugins: Path | None = None,
 ) -> list[str]:
-    """Given the tree's root, the image folder, the log's folder and the post-dump script, return
-    the argv of a dump that leaves the tree running."""
+    """Given the tree's root, the image folder, the log's folder, the post-dump script and, for an
+    engine on a GPU, the folder of plug-ins, return the argv of a dump that leaves the tree running.
+    """
+    freeze = () if plugins is None else ("--timeout", str(cuda.FREEZE_S))
     return [
         *(PROGRAM, "dump", "--tree", str(root_pid), "--leave-running", "--tcp-established"),
         *("--skip-in-flight", "--link-remap", "--file-locks"),
         *("--ghost-limit", str(ghost_limit_bytes), "--action-script", str(hook)),
-        *_common(images, work, DUMP_LOG),
+        *freeze,
+        *_common(images, work, DUMP_LOG, plugins),
     ]
 
 
 def build_restore_argv(
-    images: Path, work: Path, pidfile: Path, inherit: Mapping[int, int]
+    images: Path,
+    work: Path,
+    pidfile: Path,
+    inherit: Mapping[int, int],
+    plugins: Path | None = None,
 ) -> list[str]:
-    """Given image and log folders, a file for the root's PID, and descriptors by the inode of the
-    pipe each stands in for, return the argv of a restore that ends when the tree runs."""
+    """Given image and log folders, a file for the root's PID, descriptors by the inode of the pipe
+    each stands in for and, for an engine on a GPU, the folder of plug-ins, return the argv of a
+    restore that ends when the tree runs."""
     stands_in = [f"fd[{fd}]:pipe:[{inode}]" for inode, fd in inherit.items()]
     return [
         *(PROGRAM, "restore", "--restore-detached", "--pidfile", str(pidfile)),
         *("--tcp-established", "--link-remap", "--file-locks"),
         *(word for value in stands_in for word in ("--inherit-fd", value)),
-        *_common(images, work, RESTORE_LOG),
+        *_common(images, work, RESTORE_LOG, plugins),
     ]
 
 
@@ -182,8 +196,9 @@ def parse_statistics(output: str) -> dict[str, int]:
     return {name: int(number) for name, number in _STATISTIC.findall(output)}
 
 
-def _common(images: Path, work: Path, log: str) -> list[str]:
+def _common(images: Path, work: Path, log: str, plugins: Path | None) -> list[str]:
     return [
+        *(() if plugins is None else ("--libdir", str(plugins))),
         *(
             "--network-lock=skip",
             "--manage-cgroups=ignore",

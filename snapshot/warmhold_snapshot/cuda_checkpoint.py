@@ -12,10 +12,11 @@ one does:
     cuda-checkpoint --get-restore-tid --pid PID   prints the thread that works on a frozen process
     cuda-checkpoint --action lock|checkpoint|restore|unlock --pid PID [--timeout MS]
 
-PID may be a thread's. The plug-in reads both outputs into one buffer of 127 bytes, so that an error
-says the essential first. Every call has a time limit; only a lock is undone by the driver when it
-is reached. Ends with 0, 1 (the driver refused), 2 (usage, or no driver that can) or 124 (the time
-limit).
+A process that has not mapped libcuda has no CUDA, and the driver is not asked for its thread: that
+spares a frozen engine 0.2 s for each of its processes without. PID may be a thread's. The plug-in
+reads both outputs into one buffer of 127 bytes, so that an error says the essential first. Every
+call has a time limit; only a lock is undone by the driver when it is reached. Ends with 0, 1 (the
+driver refused), 2 (usage, or no driver that can) or 124 (the time limit).
 Sources: plugins/cuda/cuda_plugin.c of CRIU 4.2.1, cuda.h of CUDA 12.8 and 13.0.
 """
 
@@ -135,12 +136,25 @@ class Driver:
 
 def run(act: str, pid: int, limit_s: float) -> str:
     """Given what to do, do it and return what to print; raise CheckpointError."""
+    if act == "tid" and lacks_library(pid):
+        raise CheckpointError(_REFUSED, f"process {pid} has not mapped libcuda")
     driver = Driver()
     if act == "state":
         return driver.state(pid)
     if act == "tid":
         return driver.restore_tid(pid)
     return driver.act(act, pid, limit_s)
+
+
+def lacks_library(pid: int) -> bool:
+    """Given a PID, tell whether it is certain that the process has not loaded the driver's library.
+    Not a checkpointed one's open files: the driver has closed those."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - quick
+            text = file.read()
+    except OSError:
+        return False
+    return bool(text) and "/libcuda.so" not in text
 
 
 def within(limit_s: float, job: Callable[[], str]) -> str:

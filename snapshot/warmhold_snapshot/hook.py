@@ -28,10 +28,14 @@ _ACTION = "post-dump"
 
 @contextmanager
 def script(
-    draft: Path, root_pid: int, ghost_limit_bytes: int, shm_folder: Path = shm.FOLDER
+    draft: Path,
+    root_pid: int,
+    ghost_limit_bytes: int,
+    on_gpu: bool = False,
+    shm_folder: Path = shm.FOLDER,
 ) -> Iterator[Path]:
-    """Given the artifact's folder and the tree's root, make the script that criu calls, for as long
-    as it is needed.
+    """Given the artifact's folder, the tree's root and whether criu takes CUDA along, make the
+    script that criu calls, for as long as it is needed.
 
     Raise SnapshotError `snapshot.dump` where no folder at hand may hold a program (noexec).
     """
@@ -41,7 +45,7 @@ def script(
         f"from {__package__}.hook import main; main(*sys.argv[1:])"
     )
     words = [sys.executable, "-I", "-S", "-c", code, str(draft), str(root_pid)]
-    words += [str(ghost_limit_bytes), str(shm_folder)]
+    words += [str(ghost_limit_bytes), str(int(on_gpu)), str(shm_folder)]
     # criu calls it for every step of the dump.
     text = (
         f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = {_ACTION} ] || exit 0\nexec {shlex.join(words)}\n'
@@ -60,11 +64,11 @@ def script(
     raise SnapshotError("snapshot.dump", detail, "mount one of them without noexec")
 
 
-def main(folder: str, root_pid: str, ghost_limit_bytes: str, shm_folder: str) -> None:
+def main(folder: str, root_pid: str, ghost_limit_bytes: str, on_gpu: str, shm_folder: str) -> None:
     """Scan, save, leave the findings; end with 1 where the dump is not to be kept."""
     findings: dict[str, object] = {}
     try:
-        found = scan(int(root_pid), int(ghost_limit_bytes))
+        found = scan(int(root_pid), int(ghost_limit_bytes), on_gpu == "1")
         found.require_clean("of the frozen engine")
         files = shm.save(found.shm_inodes, Path(folder, PACK), Path(shm_folder))
         findings["shm"] = [dataclasses.asdict(file) for file in files]

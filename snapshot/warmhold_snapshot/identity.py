@@ -23,7 +23,7 @@ from .pids import PROC
 
 KEY_BYTES = 32
 ABSENT = "absent"
-SECRETS, FILES, SERVED = "secret.", "files.", "served"
+SECRETS, FILES, SERVED, GPU = "secret.", "files.", "served", "gpu."
 _FLAGS, _PACKAGES = "cpu_flags", "packages"
 _SETS = (_FLAGS, _PACKAGES, SERVED, FILES)  # fields that are words, in the order of their names
 _SHOWN = 60
@@ -60,6 +60,7 @@ def collect_identity(
     secrets: Mapping[str, str],
     served: Iterable[str],
     weights: str,
+    gpu: Mapping[str, str] | None = None,
     proc: Path = PROC,
 ) -> dict[str, str]:
     """Given what the caller knows, return the identity as field -> text.
@@ -67,7 +68,8 @@ def collect_identity(
     `versions` are any names with their texts (build id, vllm, torch, driver). `files` are by what
     names them, each a mapping from path to version. `packages` are installed, `served` is what
     clients may ask for. `secrets` are by name; where the value of one occurs in `argv` or
-    `environment` its name stands in for it.
+    `environment` its name stands in for it. `gpu` tells of the GPU and its driver, by any names,
+    where the engine is on one.
     """
     uname = os.uname()
     cpu, flags = read_cpu(proc)
@@ -85,6 +87,7 @@ def collect_identity(
     }
     fields |= {f"version.{name}": text for name, text in versions.items()}
     fields |= {f"environment.{name}": _mask(text, secrets) for name, text in environment.items()}
+    fields |= {f"{GPU}{name}": text for name, text in (gpu or {}).items()}
     return fields
 
 
@@ -114,6 +117,11 @@ def compare(then: Mapping[str, str], now: Mapping[str, str]) -> list[Difference]
         for name in sorted(then.keys() | now.keys())
         if then.get(name) != now.get(name)
     ]
+
+
+def is_on_gpu(fields: Mapping[str, str]) -> bool:
+    """Given an identity, tell whether its engine is on a GPU."""
+    return any(name.startswith(GPU) for name in fields)
 
 
 def require_equal(then: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -56,6 +56,7 @@ def restore(
     stderr_fd: int | None = None,
     identity: Mapping[str, str] | None = None,
     checksums: bool = True,
+    plugins: Path | None = None,
     limits: Limits = Limits(),
     progress: Progress | None = None,
 ) -> Restored:
@@ -63,8 +64,9 @@ def restore(
     (and stderr, which gets its own where it had one), restore the artifact.
 
     With `identity` every field must be equal; without it the caller has compared. With `checksums`
-    every byte is verified first, else names and sizes. Raise SnapshotError; no process, file or
-    socket of the attempt is left then.
+    every byte is verified first, else names and sizes. `plugins` is the folder of criu's plug-ins
+    for an engine on a GPU. Raise SnapshotError; no process, file or socket of the attempt is left
+    then, and with the processes their memory on the GPU has gone.
     """
     clock = Clock()
     _require_subreaper()
@@ -83,7 +85,7 @@ def restore(
             with clock.step("criu"):
                 given = [stdout_fd, stdout_fd if stderr_fd is None else stderr_fd]
                 inherit = dict(zip(manifest.stdio, given, strict=False))
-                pid, pidfd = _restore(manifest, folder, inherit, lock_fd, limits)
+                pid, pidfd = _restore(manifest, folder, inherit, lock_fd, limits, plugins)
         except BaseException:
             shm.remove(manifest.shm)
             raise
@@ -109,11 +111,16 @@ def wait_for_others(timeout_s: float) -> bool:
 
 
 def _restore(
-    manifest: Manifest, folder: Path, inherit: Mapping[int, int], lock_fd: int, limits: Limits
+    manifest: Manifest,
+    folder: Path,
+    inherit: Mapping[int, int],
+    lock_fd: int,
+    limits: Limits,
+    plugins: Path | None,
 ) -> tuple[int, int]:
     pidfile = folder / _PIDFILE
     pidfile.unlink(missing_ok=True)
-    argv = criu.build_restore_argv(folder / IMAGES, folder, pidfile, inherit)
+    argv = criu.build_restore_argv(folder / IMAGES, folder, pidfile, inherit, plugins)
     known = {(process.pid, process.start_ticks) for process in pids.read_all()}
     try:
         # criu holds the lock too: a caller that is killed meanwhile leaves it at work.

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from . import fds
+from . import cuda, fds
 from .fds import Descriptor, FileStatus
 from .sockets import CLOSED, LISTEN, Endpoint, InetSocket, Sockets
 
@@ -50,7 +50,8 @@ class Offender:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules, with what they need to know of the whole tree."""
+    """The rules, with what they need to know of the whole tree. With `on_gpu` criu's plug-in takes
+    along what CUDA itself has open."""
 
     members: set[int]
     inodes: set[int]
@@ -58,6 +59,7 @@ class Rules:
     outside_pipes: Mapping[int, int]
     stdio: tuple[int, ...]
     ghost_limit_bytes: int
+    on_gpu: bool = False
 
     def inet(self, state: int | None = None) -> Iterator[InetSocket]:
         """The tree's own TCP and UDP sockets."""
@@ -100,6 +102,9 @@ class Rules:
         elif status is not None and stat.S_ISCHR(status.mode):
             if link.startswith(("/dev/pts/", "/dev/tty", "/dev/console")):
                 yield "terminal", link
+            elif cuda.is_device(link):
+                if not self.on_gpu:
+                    yield "cuda", f"{link}: a GPU is in use, and criu was given no plug-in for it"
             elif link not in _DEVICES:
                 yield "device", link
 

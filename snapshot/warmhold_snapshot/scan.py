@@ -53,8 +53,14 @@ class Scan:
             raise SnapshotError("snapshot.fds", detail, _REMEDY, lines)
 
 
-def scan(root_pid: int, ghost_limit_bytes: int = GHOST_LIMIT_BYTES, proc: Path = PROC) -> Scan:
-    """Given a tree's root, return what it holds; raise SnapshotError where there is no tree."""
+def scan(
+    root_pid: int,
+    ghost_limit_bytes: int = GHOST_LIMIT_BYTES,
+    on_gpu: bool = False,
+    proc: Path = PROC,
+) -> Scan:
+    """Given a tree's root and whether criu takes CUDA along, return what it holds; raise
+    SnapshotError where there is no tree."""
     tree = read_tree(root_pid, proc)
     held = [fds.read_held(process.pid, proc) for process in tree]
     pipes = {
@@ -64,7 +70,8 @@ def scan(root_pid: int, ghost_limit_bytes: int = GHOST_LIMIT_BYTES, proc: Path =
         if (inode := fds.pipe_inode(item.link)) is not None
     }
     outside = fds.find_pipe_holders(pipes, [process.pid for process in tree], proc)
-    found = judge(tree, held, read_sockets(root_pid, proc), outside, ghost_limit_bytes)
+    sockets = read_sockets(root_pid, proc)
+    found = judge(tree, held, sockets, outside, ghost_limit_bytes, on_gpu)
     return replace(found, offenders=(*_find_foreign_sessions(tree, proc), *found.offenders))
 
 
@@ -74,6 +81,7 @@ def judge(
     sockets: Sockets,
     outside_pipes: Mapping[int, int],
     ghost_limit_bytes: int = GHOST_LIMIT_BYTES,
+    on_gpu: bool = False,
 ) -> Scan:
     """Given what was read (a pipe's holder outside the tree by the pipe's inode), return what is in
     the way and what a restore has to know."""
@@ -85,7 +93,7 @@ def judge(
         if (match := SOCKET.fullmatch(item.link))
     }
     stdio = _find_stdio(held[0])
-    rules = Rules(members, inodes, sockets, outside_pipes, stdio, ghost_limit_bytes)
+    rules = Rules(members, inodes, sockets, outside_pipes, stdio, ghost_limit_bytes, on_gpu)
     offenders: list[Offender] = []
     counts: dict[str, int] = {}
     for one in held:

@@ -62,10 +62,11 @@ def measure(box: Box) -> dict[str, int]:
     status = box.wait_ready()
     folder = f"/proc/{status['runner_pid']}"
     memory = box.run("cat", f"{folder}/status")[1]
+    count = f"ls {folder}/fd | wc -l"
     zombies = "grep -l '^State:.Z' /proc/[0-9]*/status"
     eventually(lambda: not box.run("sh", "-c", zombies)[1], "that all is reaped")
     return {
-        "descriptors": len(box.run("ls", f"{folder}/fd")[1].split()),
+        "descriptors": int(eventually(lambda: box.run("sh", "-c", count)[1].strip(), "a count")),
         "shm": len(box.shm_files()),
         "processes": len(box.tree()),
         "temporary": len(box.run("sh", "-c", f"ls -d {SNAPSHOTS}/.tmp-* /tmp/* 2>/dev/null")[1]),

@@ -9,17 +9,19 @@ LAYER_BYTES = 2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE + 2 * HIDDEN)
 EMBEDDING_BYTES = 2 * (VOCABULARY * HIDDEN + HIDDEN)
 
 
-def write_random_llama(folder: Path, size_bytes: int, seed: int = 0) -> int:
-    """Given a folder and a size, write the checkpoint there; return the bytes of its weights."""
+def write_random_llama(folder: Path, size_bytes: int, seed: int = 0, device: str = "cpu") -> int:
+    """Given a folder, a size and where random numbers are made, write the checkpoint there; return
+    the bytes of its weights."""
     import torch
     from safetensors.torch import save_file
 
     layers = max(1, round((size_bytes - EMBEDDING_BYTES) / LAYER_BYTES))
     folder.mkdir(parents=True)
-    source = torch.Generator().manual_seed(seed)
+    source = torch.Generator(device).manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> "torch.Tensor":
-        return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(0, 0.02, generator=source)
+        made = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+        return made.normal_(0, 0.02, generator=source).cpu()
 
     tensors = {"model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN)}
     tensors["model.norm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)

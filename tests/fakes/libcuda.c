@@ -28,9 +28,18 @@ static int range(uint64_t address, size_t size) {
 }
 static int off(size_t size) { return size == 0 || size % GRANULARITY; }
 
-int cuInit(unsigned flags) { ready = flags == 0; return fault("FAKE_CUDA_ABSENT") ? 100 : 0; }
+int cuInit(unsigned flags) { ready = flags == 0; return fault("FAKE_CUDA_ABSENT") ? 100 : fault("FAKE_CUDA_BROKEN") ? INVALID : 0; }
 int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
-int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return !ready ? NOT_INITIALIZED : ordinal ? 101 : 0; }
+static int devices(void) { return fault("FAKE_CUDA_COUNT") ? atoi(fault("FAKE_CUDA_COUNT")) : 1; }
+int cuDeviceGetCount(int *count) { *count = devices(); return ready ? 0 : NOT_INITIALIZED; }
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return !ready ? NOT_INITIALIZED : ordinal >= devices() ? 101 : 0; }
+int cuDeviceGetUuid_v2(unsigned char *uuid, int device) { for (int i = 0; i < 16; i++) uuid[i] = 16 * device + i; return 0; }
+int cuDeviceGetName(char *name, int size, int device) {
+    snprintf(name, size, "%s", fault("FAKE_CUDA_NAME") ? fault("FAKE_CUDA_NAME") : "NVIDIA H200");
+    return device < devices() ? 0 : INVALID;
+}
+int cuDeviceTotalMem_v2(size_t *size, int device) { *size = (size_t)141 << 30; return device < devices() ? 0 : INVALID; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 9 : 0; return device < devices() ? 0 : INVALID; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &current + device; return 0; }
 int cuCtxSetCurrent(void *context) { current = context == &current; return 0; }
 int cuCtxSynchronize(void) { return current ? 0 : 201; }

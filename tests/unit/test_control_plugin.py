@@ -92,9 +92,12 @@ async def test_clients_are_shut_out_and_let_in() -> None:
     engine.shut_out()
     await engine.let_in()  # nothing serves yet
     listener = SimpleNamespace(sockets=[], close=lambda: acts.append("closed"))
-    connection = SimpleNamespace(shutdown=lambda: acts.append("shut down"))
+    connections: list[Any] = []
+    connection = SimpleNamespace(shutdown=lambda: acts.append("shut down") or connections.clear())
+    connections.append(connection)
     app.state.server = SimpleNamespace(
-        servers=[listener], server_state=SimpleNamespace(connections=[connection])
+        servers=[listener], server_state=SimpleNamespace(connections=connections)
     )
     engine.shut_out()
+    await engine.wait_gone()
     assert acts == ["closed", "shut down"]

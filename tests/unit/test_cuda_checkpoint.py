@@ -12,6 +12,7 @@ from warmhold_snapshot import cuda_checkpoint
 from warmhold_snapshot.cuda_checkpoint import CheckpointError, parse
 
 PLUGIN_BUFFER = 127
+NOBODY = "4194305"  # above all PIDs: its maps cannot be read, so that the driver is asked
 Done = subprocess.CompletedProcess[str]
 Run = Callable[..., Done]
 
@@ -73,8 +74,15 @@ def test_the_failed_state_has_its_name(run: Run, state: Path) -> None:
 
 
 def test_the_restore_thread(run: Run) -> None:
-    done = run("--get-restore-tid", "--pid", "42")
-    assert (done.returncode, int(done.stdout)) == (0, 49)
+    done = run("--get-restore-tid", "--pid", NOBODY)
+    assert (done.returncode, int(done.stdout)) == (0, int(NOBODY) + 7)
+
+
+def test_a_process_that_has_not_loaded_the_driver_is_not_asked_about(run: Run) -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        done = run("--get-restore-tid", "--pid", str(child.pid))
+        child.kill()
+    assert (done.returncode, done.stdout) == (1, f"process {child.pid} has not mapped libcuda\n")
 
 
 def test_help_is_what_the_plugin_looks_for(library: Path, tmp_path: Path) -> None:
@@ -91,7 +99,7 @@ def test_a_locks_limit_reaches_the_driver(run: Run) -> None:
 @pytest.mark.parametrize("what", [["--get-state"], ["--get-restore-tid"], ["--action", "lock"]])
 def test_a_process_without_cuda(run: Run, state: Path, what: list[str]) -> None:
     state.unlink()
-    done = run(*what, "--pid", "42")
+    done = run(*what, "--pid", NOBODY)
     assert done.returncode == 1
     assert done.stdout.endswith(": CUDA_ERROR_NOT_INITIALIZED (3)\n")
 
@@ -126,7 +134,7 @@ def test_without_a_driver(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", [["--get-state"], ["--get-restore-tid"], ["--action", "lock"]])
 def test_a_driver_that_is_too_old(tmp_path: Path, what: list[str]) -> None:
     build_fake_cuda(tmp_path, "NO_CHECKPOINT")
-    done = call(tmp_path, tmp_path, *what, "--pid", "42")
+    done = call(tmp_path, tmp_path, *what, "--pid", NOBODY)
     assert done.returncode == 2
     assert done.stdout.startswith("driver 570 or newer is needed: cuCheckpointProcess")
     assert done.stdout.endswith("is missing (CUDA 12.4)\n")

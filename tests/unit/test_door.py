@@ -68,8 +68,13 @@ async def idle_ones_are_closed(server: Any) -> None:
     reader, writer = await connect(server)
     writer.write(REQUEST)
     await reader.readuntil(b"ok")
-    Door(server).shut()
+    door = Door(server)
+    door.shut()
+    waiting = asyncio.create_task(door.wait_gone())
+    writer.write(REQUEST)  # it is not too late
+    await reader.readuntil(b"ok")
     assert await reader.read() == b""
+    await waiting
     writer.close()
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 from warmhold_entrypoint.loop import Loop
-from warmhold_entrypoint.orders import SOCKET_NAME, Order, OrderServer, give_order
+from warmhold_entrypoint.orders import SOCKET_NAME, Order, give_order, serve_orders
 
 
 class Stand:
@@ -20,7 +20,7 @@ class Stand:
         self.folder = folder
         self.orders: list[Order] = []
         self.loop = Loop()
-        self.server = OrderServer(folder, self.loop, self.orders.append)
+        self.server = serve_orders(folder, self.loop, self.orders.append)
 
     def take(self) -> Order:
         while not self.orders:

@@ -16,6 +16,7 @@ from warmhold_entrypoint.command import (
 )
 from warmhold_entrypoint.errors import Fault, Rejection
 from warmhold_entrypoint.facts import Facts
+from warmhold_entrypoint.gpu import Gpu, Gpus
 from warmhold_entrypoint.model import Model
 from warmhold_entrypoint.plan import Plan, decide
 from warmhold_entrypoint.resident import Vault
@@ -655,3 +656,79 @@ def test_what_is_installed_and_where_the_model_lies_is_told(
     assert (seen[0].packages, seen[0].model_directory) == (("torch-2.9",), "/opt/warmhold/demo")
     assert seen[0].argv[:3] == ("vllm", "serve", "/opt/warmhold/demo")
     assert seen[0].environment["HF_HUB_OFFLINE"] == "1"
+
+
+# On a GPU
+
+GPUS = Gpus("580.159.04", True, (Gpu("u1", 141 * GIB, "9.0", "NVIDIA H200"),))
+GPU_FACTS = {"gpus": GPUS, "device": GPUS.device, "numa_nodes": 2, "vllm_version": "0.33.0"}
+SLEEP = ("--enable-sleep-mode", "--sleep-mode-backend", "warmhold")
+
+
+def gpu_plan(*command: str, **variables: str) -> Plan:
+    quota = facts(**GPU_FACTS, cpu_quota=1.0)
+    plan = decide(settings(*command, **variables), quota)
+    assert plan.faults == ()
+    return plan
+
+
+def test_an_engine_on_a_gpu_has_our_sleep_mode_and_no_cpu_settings() -> None:
+    plan = gpu_plan()
+    argv = plan.attempts[0].argv
+    place = argv.index(SLEEP[0])
+    assert argv[place : place + 3] == SLEEP and argv[place + 3] == "--load-format"
+    assert "--kv-cache-memory-bytes" not in argv and "--gpu-memory-utilization" not in argv
+    assert plan.kv_cache_bytes is None
+    assert not any(name.startswith("VLLM_CPU") for name in plan.environment)
+    assert {"OMP_NUM_THREADS", "VLLM_USE_AOT_COMPILE"}.isdisjoint(plan.environment)
+    assert plan.environment["NCCL_IB_DISABLE"] == "1"
+    assert plan.loader["launch_key"]["cpu_linear"] == ""
+
+
+def test_a_cpu_engine_has_none_of_it() -> None:
+    plan = decide(settings(), FACTS)
+    assert SLEEP[0] not in plan.attempts[0].argv and "NCCL_IB_DISABLE" not in plan.environment
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("--no-enable-sleep-mode",),
+        ("--enable-sleep-mode",),
+        ("--sleep-mode-backend", "cumem"),
+        ("--tensor-parallel-size", "2"),
+        ("--load-format", "runai_streamer"),
+    ],
+)
+def test_what_the_user_says_of_sleep_mode_stays(command: tuple[str, ...]) -> None:
+    argv = gpu_plan(*command).attempts[0].argv
+    assert argv.count("--sleep-mode-backend") == command.count("--sleep-mode-backend")
+    assert "warmhold" not in argv[: argv.index("--shutdown-timeout")]
+
+
+def test_several_workers_may_use_their_adapters() -> None:
+    assert "NCCL_IB_DISABLE" not in gpu_plan("-tp", "2").environment
+    kept = decide(read_settings({"NCCL_IB_DISABLE": "0"}, ())[0], facts(**GPU_FACTS)).environment
+    assert "NCCL_IB_DISABLE" not in kept
+
+
+def test_the_host_s_memory_is_no_limit_for_what_lies_on_a_gpu() -> None:
+    large = Model("m", "/m", 500 * GIB)
+    assert decide(settings(), facts(**GPU_FACTS, model=large)).faults == ()
+    given = settings("--kv-cache-memory-bytes", "5")
+    assert choose_kv_bytes(given, facts(**GPU_FACTS)) == (None, None)
+    argv = decide(given, facts(**GPU_FACTS)).attempts[0].argv
+    assert argv.count("--kv-cache-memory-bytes") == 1
+
+
+def test_the_linear_path_of_cpus_is_no_part_of_a_gpu_s_key() -> None:
+    keys = [gpu_plan(CPU_LINEAR=path).loader["launch_key"] for path in ("shared", "packed")]
+    assert keys[0] == keys[1]
+    assert "ipc_cache.memory" not in {
+        item.code for item in gpu_plan(CPU_LINEAR="packed").rejections
+    }
+
+
+def test_the_gpus_are_told(seen: list[Candidate], monkeypatch: pytest.MonkeyPatch) -> None:
+    make_plan(monkeypatch, facts(**GPU_FACTS))
+    assert seen[0].gpus == GPUS and SLEEP[0] in seen[0].argv

@@ -9,8 +9,10 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 from vault_process import SIZE, close_all, make_generation, running_vault
+from warmhold_entrypoint import restored
 from warmhold_entrypoint.adopted import AdoptedChild
 from warmhold_entrypoint.loop import Loop
 from warmhold_entrypoint.resident import Vault
@@ -98,6 +100,34 @@ def test_a_stop_ends_the_reading_of_a_flat_file(tmp_path: Path, flat: bool, code
     assert restoration.error and restoration.error.code == code
     assert restoration.process is None
     store.flat.verify(generation.id, checksums=True)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_criu_gets_its_plugins_for_an_engine_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    given: dict[str, object] = {}
+
+    def refuse(*_: object, **named: object) -> None:
+        given.update(named)
+        raise SnapshotError("snapshot.restore", "no", "")
+
+    monkeypatch.setattr(restored, "restore", refuse)
+    monkeypatch.setattr(restored.pids, "raise_cursor", lambda above: above)
+    store = Store(tmp_path / "snapshots")
+    manifest = make_manifest("")
+    identity = {"gpu.uuid": "u1"} if on_gpu else {"kernel": "k"}
+    with store.draft("one") as draft:
+        store.publish(draft, msgspec.structs.replace(manifest, identity=identity, weights={}))
+    ended = threading.Event()
+    plugins = Path("/plug")
+    wish = Wish(store.folder, "one", tmp_path / "c", tmp_path / "v", True, True, plugins)
+    restoration = Restoration(wish, ended.set)
+    assert ended.wait(PATIENCE_S)
+    assert restoration.error and restoration.error.code == "snapshot.restore"
+    assert given["plugins"] == (plugins if on_gpu else None)
+    assert given["limits"].criu_s == (120.0 if on_gpu else 60.0)  # type: ignore[attr-defined]
+    os.close(restoration.reader)
 
 
 def make_manifest(generation_id: str) -> Manifest:

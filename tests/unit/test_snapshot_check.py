@@ -105,3 +105,5 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(check, "read_found", lambda folder: GOOD)
     result = CliRunner().invoke(cli.cli, ["--folder", str(tmp_path), "check"])
     assert result.exit_code == 0 and "MISSING" not in result.output
+    result = CliRunner().invoke(cli.cli, ["check", "--plugins", str(tmp_path)])
+    assert result.exit_code == 77 and "MISSING criu for CUDA" in result.output

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from warmhold_snapshot import check, create, criu, hook
+from warmhold_snapshot import check, create, criu, cuda, hook
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.check import Found
 from warmhold_snapshot.errors import SnapshotError
@@ -128,6 +128,23 @@ def test_the_order(root: int, events: list[str], store: Store) -> None:
         "shm.img",
     ]
     assert {"check", "hold", "canary", "quiesce", "scan", "dump", "resume"} <= set(report.timings)
+
+
+def test_an_engine_on_a_gpu(
+    root: int, events: list[str], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argvs: list[Sequence[str]] = []
+    run = criu.run
+    monkeypatch.setattr(criu, "run", lambda argv, *rest: argvs.append(argv) or run(argv, *rest))
+    (tmp_path / "cuda_plugin.so").write_bytes(b"")
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: f"/bin/{name}")
+    create.create(root, Recorder(events), store, "one", IDENTITY, plugins=tmp_path, limits=LIMITS)
+    (argv,) = argvs
+    assert argv[argv.index("--libdir") + 1] == str(tmp_path)
+    events.append("dump fails")
+    with pytest.raises(SnapshotError) as caught:
+        create.create(root, Recorder(events), store, "two", IDENTITY, plugins=tmp_path)
+    assert caught.value.code == "snapshot.dump" and events[-1] == "resume"
 
 
 @pytest.mark.parametrize("failing", ["hold", "canary", "quiesce"])

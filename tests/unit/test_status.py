@@ -11,13 +11,14 @@ from typing import Any, cast
 
 import pytest
 from warmhold_entrypoint.loop import Loop
+from warmhold_entrypoint.runner_socket import RunnerSocket
 from warmhold_entrypoint.status import (
     SOCKET_NAME,
     Status,
-    StatusServer,
     ask_status,
     build_metrics,
     render_status,
+    serve_status,
 )
 
 FULL: Status = {
@@ -165,8 +166,8 @@ def answers() -> list[Status]:
 
 
 @pytest.fixture
-def server(tmp_path: Path, loop: OneDescriptor, answers: list[Status]) -> Iterator[StatusServer]:
-    server = StatusServer(tmp_path, cast(Loop, loop), lambda: answers.pop(0))
+def server(tmp_path: Path, loop: OneDescriptor, answers: list[Status]) -> Iterator[RunnerSocket]:
+    server = serve_status(tmp_path, cast(Loop, loop), lambda: answers.pop(0))
     yield server
     server.close()
 
@@ -201,7 +202,7 @@ def test_a_client_that_left_harms_nobody(
 
 
 def test_only_the_owner_may_ask_and_a_closed_server_leaves_no_socket(
-    tmp_path: Path, server: StatusServer
+    tmp_path: Path, server: RunnerSocket
 ) -> None:
     path = tmp_path / SOCKET_NAME
     assert path.stat().st_mode & 0o777 == 0o600
@@ -216,7 +217,7 @@ def test_a_socket_that_a_killed_runner_left_is_replaced(
     with socket.socket(socket.AF_UNIX) as old:
         old.bind(str(tmp_path / SOCKET_NAME))
     assert ask_status(tmp_path, 5) is None
-    server = StatusServer(tmp_path, cast(Loop, loop), lambda: FULL)
+    server = serve_status(tmp_path, cast(Loop, loop), lambda: FULL)
     assert ask(tmp_path, loop) == FULL
     server.close()
 

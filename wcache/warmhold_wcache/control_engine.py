@@ -46,11 +46,11 @@ class Engine(Protocol):
         """End a request; one that is not there is fine."""
 
     def shut_out(self) -> None:
-        """Accept no client any more, and close the connections on which no request runs. May be
-        repeated."""
+        """Accept no client any more. May be repeated."""
 
     async def wait_gone(self) -> None:
-        """After `shut_out`, wait until no client is connected; no limit but the caller's."""
+        """After `shut_out`, close connections on which no request comes, and wait until no client
+        is connected; no limit but the caller's."""
 
     async def let_in(self) -> None:
         """Accept clients again; nothing where they are accepted."""

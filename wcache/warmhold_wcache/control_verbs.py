@@ -219,6 +219,7 @@ class Control:
         # Or one would reach it paused and hang.
         await self._within(began, limit_s, self._gate.wait_empty())
         self._engine.shut_out()
+        await self._within(began, limit_s, self._engine.wait_gone())
         done.append("pause")
         try:
             await ask(self._engine, self._engine.pause(), began + limit_s)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 _POLL_S = 0.01
+_LINGER_S = 0.3
 
 
 class Door:
@@ -22,18 +23,22 @@ class Door:
         self._parked: list[socket.socket] = []
 
     def shut(self) -> None:
-        """Accept nobody, and close the connections on which no request runs; one that answers
-        closes when it has. May be repeated."""
+        """Accept nobody. May be repeated."""
         for listener in self._server.servers:
             self._parked += [item.dup() for item in listener.sockets]
             listener.close()
         self._server.servers.clear()
-        for connection in list(self._server.server_state.connections):
-            connection.shutdown()
 
     async def wait_gone(self) -> None:
-        """After `shut`, wait until the last bytes of the last answer have gone out."""
-        while self._server.server_state.connections:
+        """After `shut`, wait until nobody is connected, and the last bytes of the last answer have
+        gone out. A connection on which no request comes for a moment is closed; at once, and who
+        was just sending one would get no answer."""
+        connections = self._server.server_state.connections
+        began = asyncio.get_running_loop().time()
+        while connections:
+            if asyncio.get_running_loop().time() - began > _LINGER_S:
+                for connection in list(connections):
+                    connection.shutdown()  # one that answers closes when it has
             await asyncio.sleep(_POLL_S)
 
     async def open(self) -> None:

@@ -143,8 +143,7 @@ class VllmEngine:
         await self._client.abort(request_id)
 
     def shut_out(self) -> None:
-        """Accept no client any more, and close connections on which no request runs. vLLM keeps
-        the server in the app's state."""
+        """Accept no client any more. vLLM keeps the server in the app's state."""
         server = getattr(self._app.state, "server", None)
         if self._door is None and server is not None:
             self._door = Door(server)
@@ -152,7 +151,7 @@ class VllmEngine:
             self._door.shut()
 
     async def wait_gone(self) -> None:
-        """Wait until no client is connected."""
+        """Close connections on which no request comes, and wait until no client is connected."""
         if self._door is not None:
             await self._door.wait_gone()
 

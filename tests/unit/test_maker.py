@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the maker of a snapshot passes on, for an engine on the CPU and on a GPU."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warmhold_entrypoint import maker
+from warmhold_entrypoint.snapshots import GENERATIONS
+from warmhold_snapshot.create import Report
+
+ID = "0123456789abcdef"
+
+
+class Engine:
+    def generations(self) -> dict[str, int]:
+        return {ID: 4096}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `create` was given, and which flat weights were asked for."""
+    seen: dict[str, Any] = {}
+
+    @contextmanager
+    def open_weights(vault: Path, kept: Sequence[str]) -> Iterator[list[str]]:
+        seen["flat"] = list(kept)
+        yield list(kept)
+
+    def create(*given: Any, **named: Any) -> Report:
+        seen.update(named)
+        return Report(given[2].folder / "one", 1.0, 0.5, 7, 0, {}, {}, {})
+
+    monkeypatch.setattr(maker, "open_weights", open_weights)
+    monkeypatch.setattr(maker, "create", create)
+    return seen
+
+
+def request(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        **{"pid": 1, "name": "one", "folder": str(tmp_path / "snapshots"), "identity": {}},
+        **{"vault": "v", "weights": "flat", "plugins": "", "other_uid": False, "prune": ""},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "plugins", "flat"),
+    [
+        ({}, None, [ID]),
+        ({"weights": "none"}, None, []),
+        ({"plugins": "/plug"}, Path("/plug"), []),
+        ({"plugins": "/plug", "weights": "none"}, Path("/plug"), []),
+    ],
+)
+def test_flat_weights_and_plugins(
+    tmp_path: Path,
+    seen: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+    plugins: Path | None,
+    flat: list[str],
+) -> None:
+    caplog.set_level("INFO")
+    result = maker.make(request(tmp_path, **changes), Engine())  # type: ignore[arg-type]
+    assert result["ok"] and result["name"] == "one"
+    assert (seen["plugins"], seen["flat"]) == (plugins, flat)
+    assert seen["notes"] == {GENERATIONS: ID}
+    told = changes == {"plugins": "/plug"}
+    assert ("no flat weights" in caplog.text) == told

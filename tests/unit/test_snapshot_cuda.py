@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs for an engine on a GPU: descriptors, criu's argv, a point, and why a dump failed."""
+
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from warmhold_snapshot import check, criu, cuda, identity
+from warmhold_snapshot.check import Found
+from warmhold_snapshot.fds import Descriptor, FileStatus, Held, Mapping
+from warmhold_snapshot.pids import Process
+from warmhold_snapshot.scan import Scan, judge
+from warmhold_snapshot.sockets import Sockets
+
+DEVICE = FileStatus(0, 1, stat.S_IFCHR | 0o666, 1, 5)
+FOUND = Found((1 << 40) - 1, 0, "4.2.1", "", 1 << 40, "/", 1 << 22)
+CUDA = ["/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia15", "/dev/nvidia-uvm"]
+CUDA += ["/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-caps/nvidia-cap2"]
+OTHERS = ["/dev/nvidia-caps-imex-channels/channel0", "/dev/nvidia-caps/other"]
+OTHERS += ["/dev/nvidia-modeset", "/dev/infiniband/uverbs0", "/dev/gdrdrv"]
+
+
+def look(link: str, on_gpu: bool, mapped: bool = False) -> Scan:
+    items = () if mapped else (Descriptor(3, link, "", DEVICE),)
+    mappings = (Mapping("7f00-7f01", link, 5, DEVICE),) if mapped else ()
+    tree = [Process(10, 1, 10, 10, "engine", 1, (10,))]
+    return judge(tree, [Held(10, items, mappings)], Sockets(), {}, 1 << 20, on_gpu)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("link", CUDA)
+def test_what_cuda_has_open_goes_along_on_a_gpu_alone(link: str, mapped: bool) -> None:
+    assert look(link, True, mapped).offenders == ()
+    (offender,) = look(link, False, mapped).offenders
+    assert offender.kind == "cuda" and link in offender.detail
+
+
+@pytest.mark.parametrize("link", OTHERS)
+def test_other_devices_do_not(link: str) -> None:
+    for on_gpu in (False, True):
+        (offender,) = look(link, on_gpu).offenders
+        assert (offender.kind, offender.detail) == ("device", link)
+
+
+def test_criu_is_told_where_its_plugins_are() -> None:
+    folders = (Path("/i"), Path("/w"))
+    dump = [criu.build_dump_argv(1, *folders, Path("/h"), 1, plugins) for plugins in PLACES]
+    restore = [criu.build_restore_argv(*folders, Path("/p"), {}, plugins) for plugins in PLACES]
+    for without, given in (dump, restore):
+        assert "--libdir" not in without and given[given.index("--libdir") + 1] == "/plug"
+    assert "--timeout" not in dump[0] and "--timeout" not in restore[1]
+    assert dump[1][dump[1].index("--timeout") + 1] == str(cuda.FREEZE_S)
+
+
+PLACES = (None, Path("/plug"))
+
+
+def test_what_criu_says_of_processes_without_cuda_is_no_reason() -> None:
+    log = (
+        "(00.1) Error (cuda_plugin.c:139): cuda_plugin: Failed to launch cuda-checkpoint to"
+        " retrieve restore tid: 3 initialization error\n"
+        "(00.2) Error (criu/files.c:1): Can't dump file 33 of that type [20666] (chr 195:255)\n"
+    )
+    lines = criu.key_lines(log)
+    assert criu.find_reason(lines).startswith("Can't dump file 33")
+    assert "NVML" in cuda.explain(lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("cuda_plugin: CHECKPOINT_DEVICES failed with CUDA_ERROR_NOT_SUPPORTED", "cudaMallocManag"),
+        ("cuda_plugin: PAUSE_DEVICES failed with x", "NCCL"),
+        ("unix: External socket is used", ""),
+    ],
+)
+def test_why_a_dump_failed(line: str, said: str) -> None:
+    found = cuda.explain(["(00.1) Error (a.c:1): something", line])
+    assert said in found and bool(found) == bool(said)
+
+
+def test_the_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    name = "criu for CUDA"
+    assert name not in {point.name for point in check.conclude(FOUND)}
+    (bad,) = [point for point in check.conclude(FOUND, plugins=tmp_path) if not point.ok]
+    assert bad.name == name and cuda.PLUGIN in bad.detail and cuda.PROGRAM in bad.detail
+    (tmp_path / cuda.PLUGIN).write_bytes(b"")
+    program = tmp_path / cuda.PROGRAM
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert all(point.ok for point in check.conclude(FOUND, plugins=tmp_path))
+    assert not all(point.ok for point in check.conclude(replace(FOUND, free_bytes=0)))
+
+
+def test_an_identity_tells_a_gpu() -> None:
+    assert identity.is_on_gpu({"gpu.uuid": "u", "kernel": "k"})
+    assert not identity.is_on_gpu({"kernel": "k", "version.gpu": "x"})
