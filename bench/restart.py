@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""How long a restart takes, by mode: from `supervisorctl start engine` to the first token.
 
-    python3 bench/restart.py [--image warmhold:cpu] [--rounds 5] [-- ENGINE ARGUMENTS]
+    python3 bench/restart.py [--image warmhold:cpu] [--rounds 5] [--cold 5] [-- ENGINE ARGUMENTS]
 
 One container with the rights for snapshots, nothing else running: disk with empty compile caches,
 disk with warm ones, ipc_cache, snapshot; each so many times, medians and all single values. Each
@@ -78,7 +78,7 @@ def drop_caches() -> None:
     inside("sh", "-c", "rm -rf /var/lib/warmhold/cache/*/[!h]*")  # all but the folder `home`
 
 
-def measure(port: str, rounds: int) -> dict[str, list[float]]:
+def measure(port: str, rounds: int, cold: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     prepare: dict[str, tuple[Callable[[], None], ...]] = {
         "disk, cold caches": (drop_weights, drop_caches),
@@ -90,7 +90,7 @@ def measure(port: str, rounds: int) -> dict[str, list[float]]:
         print(name, flush=True)
         if name == "snapshot":
             print(inside("snapshot", "create"), flush=True)
-        for _ in range(rounds):
+        for _ in range(cold if drop_caches in acts else rounds):
             inside("supervisorctl", "stop", "engine")
             for act in acts:
                 act()
@@ -102,6 +102,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--image", default="warmhold:cpu")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold", type=int, default=5, help="rounds with empty compile caches")
     parser.add_argument("engine", nargs="*")
     options = parser.parse_args(arguments)
     run = ["run", "-d", "--name", NAME, "--shm-size", "1g", "--security-opt", "seccomp=unconfined"]
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         port = docker("port", NAME, "8000/tcp").rpartition(":")[2]
         wait_for_token(port)
-        found = measure(port, options.rounds)
+        found = measure(port, options.rounds, options.cold)
     finally:
         docker("rm", "--force", "--volumes", NAME)
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
