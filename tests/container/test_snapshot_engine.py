@@ -109,8 +109,9 @@ def test_a_loaded_engine_answers_as_before(eager: RealStack) -> None:
     assert eager.complete_many(200, 16) == SEEN["many"]
 
 
-def test_clients_meanwhile_get_an_answer_or_503(eager: RealStack) -> None:
-    for round_number in range(2):
+@pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.full)])
+def test_clients_meanwhile_get_an_answer_or_503(eager: RealStack, rounds: int) -> None:
+    for round_number in range(rounds):
         with Storm(eager.port) as storm:
             eventually(lambda found=storm: len(found.statuses) > 16, "answers")
             code, text = eager.run("snapshot", "create", "--name", "busy", "--json")
