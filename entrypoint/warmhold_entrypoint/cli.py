@@ -19,7 +19,7 @@ from .log import configure_logging
 
 COMMANDS = (
     *("boot", "plan", "settings", "engine", "preload", "healthcheck", "status", "metrics"),
-    *("snapshot-create", "snapshot-restore"),
+    *("snapshot-create", "snapshot-restore", "restart", "bench"),
 )
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 

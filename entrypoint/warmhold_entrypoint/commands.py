@@ -180,11 +180,33 @@ def snapshot_restore(name: str) -> None:
 
     Where it cannot be restored the engine goes on, or starts in another mode.
     """
-    from .orders import RESTORE
+    _restart("snapshot", name, as_json=False)
 
-    result = _order(RESTORE, name, Exit.RESTORE)
-    steps = [f"{step} {seconds:.2f}" for step, seconds in result["seconds"].items()]
-    click.echo(f"restored  {result['name']} in {result['total_s']:.2f} s: {', '.join(steps)}")
+
+@cli.command()
+@click.option(
+    "--mode",
+    type=click.Choice(["disk", "ipc_cache", "snapshot"]),
+    default="",
+    help="This once in that mode; by default the fastest that works.",
+)
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def restart(mode: str, as_json: bool) -> None:
+    """Restart the engine; return when the new one serves.
+
+    Where the mode is not to be had the engine goes on; where it fails, the next start is the usual
+    one.
+    """
+    _restart(mode, "", as_json)
+
+
+@cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measure restarts of this container's engine, by mode (--help says more)."""
+    from .bench.command import command
+
+    command(list(arguments), prog_name="warmhold bench", standalone_mode=False)
 
 
 def run_command(arguments: Sequence[str]) -> None:
@@ -200,11 +222,27 @@ def run_command(arguments: Sequence[str]) -> None:
         raise KeyboardInterrupt from error
 
 
-def _order(act: str, name: str, code: Exit) -> dict[str, Any]:
+def _restart(mode: str, name: str, as_json: bool) -> None:
+    """Given a mode, and for a snapshot its name, restart the engine and say how long it took."""
+    from .orders import RESTART
+
+    result = _order(RESTART, name, Exit.RESTORE, mode)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(result, indent=2))
+        return
+    steps = [f"{step} {seconds:.2f}" for step, seconds in result["seconds"].items()]
+    what = result["name"] or f"in mode {result['mode']}"
+    verb = "restored" if result["name"] else "restarted"
+    click.echo(f"{verb}  {what} in {result['total_s']:.2f} s: {', '.join(steps)}")
+
+
+def _order(act: str, name: str, code: Exit, mode: str = "") -> dict[str, Any]:
     """Given an order to the runner, return what came of it; raise EntrypointError."""
     from .orders import give_order
 
-    result = give_order(read_run_dir(), act, name, _ORDER_TIMEOUT_S)
+    result = give_order(read_run_dir(), act, name, _ORDER_TIMEOUT_S, mode)
     if result["ok"]:
         return result
     fault = Fault.of(result)

@@ -117,15 +117,16 @@ def _problem(directory: Path) -> str | None:
             return (
                 f"{len(missing)} of {len(shards)} shards missing: {missing[0]}" if missing else None
             )
-        if not _weight_files(directory):
+        if not weight_files(directory):
             return "no weight files"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"unreadable: {error}"
     return None
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """The weight files of the first kind present: a folder may hold the same weights twice."""
+def weight_files(directory: Path) -> list[Path]:
+    """Given a model's folder, return its weight files, of the first kind present: it may hold the
+    same weights twice."""
     for pattern in _WEIGHTS:
         files = sorted(path for path in directory.glob(pattern) if path.exists())
         if files:
@@ -138,7 +139,7 @@ def _weight_bytes(directory: Path) -> int:
     if index.exists():
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return sum((directory / name).stat().st_size for name in names)
-    return sum(path.stat().st_size for path in _weight_files(directory))
+    return sum(path.stat().st_size for path in weight_files(directory))
 
 
 def _read_line(path: Path) -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders to the runner over a socket of its own: make a snapshot, restore one.
+"""Orders to the runner over a socket of its own: make a snapshot, restart the engine.
 
 A connection carries one order, a line of JSON, and its answer, which may take minutes. An order is
 the runner's own business once it has been taken: whoever gave it may go away.
@@ -16,16 +16,18 @@ from .loop import Loop
 from .runner_socket import RunnerSocket, ask
 
 SOCKET_NAME = "orders.sock"
-CREATE, RESTORE = "create", "restore"
+CREATE, RESTART = "create", "restart"
 _MAX_ORDER_BYTES = 4096
 
 
 class Order:
-    """One order: what is to be done with the snapshot of which name ("" for the usual one)."""
+    """One order: make the snapshot `name`, or restart the engine in that `mode`, and out of the
+    snapshot `name`; "" stands for the usual one."""
 
-    def __init__(self, connection: socket.socket, act: str, name: str) -> None:
+    def __init__(self, connection: socket.socket, act: str, name: str, mode: str = "") -> None:
         self.act = act
         self.name = name
+        self.mode = mode
         self._connection = connection
 
     def answer(self, result: Mapping[str, Any]) -> None:
@@ -47,13 +49,13 @@ def serve_orders(run_dir: Path, loop: Loop, take: Callable[[Order], None]) -> Ru
         loop.forget(connection.fileno())
         try:
             order = json.loads(connection.recv(_MAX_ORDER_BYTES))
-            act, name = str(order["act"]), str(order["name"])
-            if act not in (CREATE, RESTORE):
+            act, name, mode = (str(order[field]) for field in ("act", "name", "mode"))
+            if act not in (CREATE, RESTART):
                 raise ValueError(act)
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
             return
-        take(Order(connection, act, name))
+        take(Order(connection, act, name, mode))
 
     def wait_for_order(connection: socket.socket) -> None:
         loop.watch(connection.fileno(), lambda: read(connection))
@@ -61,10 +63,12 @@ def serve_orders(run_dir: Path, loop: Loop, take: Callable[[Order], None]) -> Ru
     return RunnerSocket(run_dir / SOCKET_NAME, loop, wait_for_order)
 
 
-def give_order(run_dir: Path, act: str, name: str, timeout_s: float) -> dict[str, Any]:
+def give_order(
+    run_dir: Path, act: str, name: str, timeout_s: float, mode: str = ""
+) -> dict[str, Any]:
     """Given the run directory, an order and a limit in seconds, return the runner's answer: `ok`,
     and where it is false code, detail and remedy."""
-    order = json.dumps({"act": act, "name": name}).encode()
+    order = json.dumps({"act": act, "name": name, "mode": mode}).encode()
     try:
         return dict(json.loads(ask(run_dir / SOCKET_NAME, order, timeout_s)))
     except (OSError, ValueError) as error:

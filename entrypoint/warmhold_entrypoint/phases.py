@@ -5,10 +5,13 @@ The lines are upstream's (vllm 0.31-0.33). Each ends a phase. Where an expected 
 time up to the next one belongs to no phase: it is unaccounted, not guessed.
 """
 
+import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from .tree import read_process
 
 _COMPILE = "compile"
 # A line that ends a phase, in order of time.
@@ -33,7 +36,7 @@ _OPTIONAL = {_COMPILE}
 
 @dataclass(frozen=True)
 class Phases:
-    """Durations of one start in seconds, by phase, and the total from exec to the first token."""
+    """Durations of one start in seconds, by phase, and the total up to the first token."""
 
     seconds: dict[str, float]
     total_s: float
@@ -42,6 +45,41 @@ class Phases:
     def unaccounted_s(self) -> float:
         """What no phase explains."""
         return max(0.0, self.total_s - sum(self.seconds.values()))
+
+
+class Gap:
+    """The phases before an attempt: from the runner's own start, from an engine's end or from the
+    wish for it. All times are of the monotonic clock."""
+
+    def __init__(self, began: float) -> None:
+        self._seconds: dict[str, float] = {}
+        self._last: float | None = began
+
+    def begin(self, began: float) -> None:
+        """Nothing serves since then, where that is news."""
+        if self._last is None:
+            self._last = began
+
+    def close(self, name: str) -> None:
+        """What came since the last phase is this one."""
+        if self._last is not None:
+            now = time.monotonic()
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
+            self._last = now
+
+    def end(self, start: Phases) -> Phases:
+        """Given the phases of the attempt that serves, return all, and begin no other gap."""
+        seconds = {**self._seconds, **start.seconds}
+        total_s = sum(self._seconds.values()) + start.total_s
+        self._seconds, self._last = {}, None
+        return Phases(seconds, total_s)
+
+
+def own_age_s() -> float:
+    """How long this process has lived, in seconds."""
+    process = read_process(os.getpid())
+    assert process is not None
+    return process.age_s
 
 
 class PhaseClock:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the vault holds right now: asked within a moment, and never waited for while it starts."""
 
-import os
 import socket
 import struct
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +11,8 @@ from typing import Any
 
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import WcacheError
+
+from .tree import read_process
 
 _TIMEOUT_S = 0.15
 # So young a vault is still taking back what PID 1 kept. The loader in the engine waits for it.
@@ -49,12 +49,10 @@ def read_vault(socket_path: Path, patience_s: float = 0.0) -> Vault:
 
 def _read_age_s(socket_path: Path) -> float | None:
     """How long the process that listens on a socket has been running; None where there is none."""
-    with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as sock:
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(_TIMEOUT_S)
         sock.connect(str(socket_path))
         pid, _, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        # The name in parentheses may hold spaces; start time is the 20th field after it.
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-        ticks = int(text.rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        if process := read_process(pid):
+            return process.age_s
     return None

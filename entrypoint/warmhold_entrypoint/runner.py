@@ -18,14 +18,14 @@ from .auto import AutoSnapshots
 from .command import build_fetch_argv, inherit_environment
 from .ending import Ending
 from .engine_process import EngineProcess, explain_end, launch
-from .errors import EntrypointError, Exit, Fault, Rejection, exit_code_of_status
+from .errors import EntrypointError, Exit, Fault, exit_code_of_status
 from .facts import read_oom_kills
 from .files import write_atomically
 from .history import LastExit, read_history
 from .log import Log, redact_argv
 from .loop import Loop
-from .orders import CREATE, Order
-from .phases import PhaseClock
+from .orders import RESTART, Order
+from .phases import Gap, PhaseClock, own_age_s
 from .pid1 import leave_exit_code
 from .plan import Attempt, Plan
 from .readiness import Event, Prober, Report, build_target
@@ -33,11 +33,12 @@ from .restored import Restoration, build_wish, reject
 from .retries import Retries, is_hopeless
 from .settings import Settings
 from .snapshotting import Snapshotting, raise_pids, remove_revoked
-from .start import PLAN_FILE, make_sound_plan, plan_restore, prepare_folders, write_loader
+from .start import PLAN_FILE, make_sound_plan, prepare_folders, write_loader
 from .states import State
 from .status import Status
 from .story import Story
 from .sweep import KILL_TIMEOUT_S, Leftovers
+from .wanted import Wanted
 
 _SHM_LOOK_S = 15.0
 # A restored engine has nothing left to load or to compile.
@@ -67,7 +68,8 @@ class Runner:
         self._story = Story(read_history(settings.env.state_dir), plan.rejections)
         self._clock: PhaseClock | Restoration = PhaseClock()
         self._snapshotting: Snapshotting | None = None
-        self._wanted: Order | None = None  # a restore that was asked for and has not come to an end
+        self._wanted = Wanted()
+        self._gap = Gap(time.monotonic() - own_age_s())
         self._leaving = ""  # why the running engine is asked to end, where the runner stays
         self._retries = Retries(settings.env.max_failures)
         self._process: EngineProcess | None = None
@@ -88,8 +90,7 @@ class Runner:
                 self._back_off(reason)
                 self._story.advance(State.SWEEP, "the next start")
                 self._leftovers.sweep()
-                wanted = self._wanted.name if self._wanted else ""
-                self._settings, self._plan = make_sound_plan(self._command, snapshot=wanted)
+                self._settings, self._plan = self._wanted.make_plan(self._command)
         except EntrypointError as error:
             return self._give_up(error.exit_code, error.faults)
         self._story.advance(State.STOPPED, "stopped on request")
@@ -109,14 +110,14 @@ class Runner:
         write_atomically(self._settings.env.run_dir / PLAN_FILE, self._plan.to_json())
         remove_revoked(self._settings, self._plan)
         code, reason = 0, ""
-        if self._wanted and not self._plan.attempts[0].snapshot:
-            self._refuse_wanted(self._plan.rejections[0])
+        self._wanted.check(self._plan)
         for attempt in self._plan.attempts:
             code, reason = self._run_attempt(attempt)
             if self._loop.stop_asked:
                 return None, reason
             if self._story.serving_since is not None:
                 return self._after_crash(code, reason)
+            self._gap.close("failed_attempt")
             if is_hopeless(code):
                 break
         return self._after_failed_start(code, reason)
@@ -143,7 +144,10 @@ class Runner:
         if self._snapshotting:
             self._snapshotting.abandon()
             self._snapshotting = None
+        self._gap.begin(time.monotonic())
         status = self._end_process()
+        if story.serving_since is not None:
+            self._gap.close("stop")
         crashes = story.history.crashes
         if self._loop.stop_asked or self._leaving:
             code, reason = int(Exit.STOPPED), self._leaving or "stopped on request"
@@ -161,6 +165,7 @@ class Runner:
     def _restore(self, name: str) -> SnapshotError | None:
         """Bring an engine back from a snapshot; return why that failed, with nothing left of it."""
         _log.info("engine restoring", snapshot=name)
+        self._gap.close("plan")
         self._clock = restoration = Restoration(build_wish(self._settings, name), self._loop.wake)
         self._process = restoration.wait(self._loop)
         if self._process:
@@ -180,7 +185,7 @@ class Runner:
         wish = build_wish(self._settings, self._story.snapshot)
         rejection = reject(wish, error)
         self._plan = self._plan.reject(rejection)
-        self._refuse_wanted(rejection)
+        self._wanted.refuse(rejection)
 
     def _watch(self, limit_s: float) -> Fault | None:
         """Follow the engine until its first process ends, or return why it has to be ended."""
@@ -233,13 +238,13 @@ class Runner:
         if self._story.state is not State.SERVING or not self._story.ready or self._snapshotting:
             detail = f"{self._story.state}: {self._story.reason}"
             order.refuse("snapshot.not-serving", detail, "wait for `warmhold status` to say ready")
-        elif not self._plan.snapshots.identity:
-            found = self._plan.snapshots
-            order.refuse(found.code, found.detail, found.remedy)
-        elif order.act == CREATE:
+        elif order.act == RESTART:
+            self._begin_restart(order)
+        elif self._plan.snapshots.identity:
             self._begin_snapshot(order)
         else:
-            self._begin_restore(order)
+            found = self._plan.snapshots
+            order.refuse(found.code, found.detail, found.remedy)
 
     def _begin_snapshot(self, order: Order | None) -> None:
         assert self._process is not None
@@ -271,19 +276,14 @@ class Runner:
             self._snapshotting = None
         return fault
 
-    def _begin_restore(self, order: Order) -> None:
-        """Let the engine drain and end, where the plan says that it could be restored then."""
-        order.name, against = plan_restore(self._command, order.name)
-        if against:
-            order.refuse(against.code, against.detail, against.remedy)
-            return
-        self._wanted, self._story.ready = order, False
-        self._leaving = self._story.reason = f"restarted to restore the snapshot {order.name}"
-
-    def _refuse_wanted(self, why: Rejection) -> None:
-        if self._wanted:
-            self._wanted.refuse(why.code, why.detail, why.remedy)
-            self._wanted = None
+    def _begin_restart(self, order: Order) -> None:
+        """Let the engine drain and end, where the plan says that it could start that way then."""
+        asked = time.monotonic()
+        if reason := self._wanted.take(order, self._command):
+            self._gap.begin(asked)
+            self._gap.close("plan")
+            self._leaving = self._story.reason = reason
+            self._story.ready = False
 
     def _take_reports(self) -> Fault | None:
         """Act on what the prober found; return a fault when the engine says that it is dead."""
@@ -309,21 +309,15 @@ class Runner:
             self._story.reason = report.reason
             _log.info("engine recovered", reason=report.reason)
             return
-        phases = self._clock.finish()
+        phases = self._gap.end(self._clock.finish())
         self._retries.see_serving()
         self._story.see_weights(self._read_weights())
         self._story.see_serving(phases, report.reason)
         url = build_target(self._settings).url
         _log.info("READY", mode=self._story.mode, model=self._plan.model, url=url)
         self._leftovers.note()
-        if self._wanted:
-            shown = {
-                "name": self._wanted.name,
-                "total_s": phases.total_s,
-                "seconds": phases.seconds,
-            }
-            self._wanted.answer({"ok": True, **shown})
-            self._wanted = None
+        seconds, mode = phases.seconds, self._story.mode
+        self._wanted.answer({"mode": mode, "total_s": phases.total_s, "seconds": seconds})
 
     def _read_weights(self) -> dict[str, Any] | None:
         if isinstance(self._clock, Restoration):
@@ -340,10 +334,12 @@ class Runner:
         if self._end_process() != 0 or self._loop.stop_asked:
             return False
         self._story.advance(State.SWEEP, "downloaded")
+        self._gap.close("download")
         self._settings, self._plan = make_sound_plan(self._command)
         return self._plan.model_directory is not None
 
     def _start_process(self, argv: Sequence[str]) -> None:
+        self._gap.close("plan")
         self._clock = PhaseClock()
         environment = inherit_environment(self._settings, self._plan.environment)
         self._process = launch(argv, environment, self._uid, self._clock.see_line, self._loop)
@@ -382,6 +378,8 @@ class Runner:
     def _after_failed_start(self, code: int, reason: str) -> tuple[int | None, str]:
         named = bool(self._plan.attempts and self._plan.attempts[-1].snapshot)
         final = self._retries.see_failed_start(code) or named
+        if not self._loop.stop_asked:
+            self._wanted.refuse(Fault("engine.failed", reason, "read the engine's log above"))
         return (code if final else None), reason
 
     def _back_off(self, reason: str) -> None:
@@ -390,6 +388,7 @@ class Runner:
         deadline = time.monotonic() + wait_s
         while not self._loop.stop_asked and time.monotonic() < deadline:
             self._loop.wait(deadline)
+        self._gap.close("wait")
 
     def _give_up(self, code: int, faults: Sequence[Fault]) -> int:
         for fault in faults:

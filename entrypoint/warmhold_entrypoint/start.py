@@ -10,13 +10,14 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from msgspec import structs
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
 
 from . import weights
 from .command import build_engine_argv, build_engine_environment
 from .conf import ENGINE_FOLDER, check_paths
-from .errors import EntrypointError, Fault, Rejection
+from .errors import EntrypointError, Fault
 from .facts import Facts, read_facts
 from .files import read_json, write_atomically
 from .log import Log
@@ -31,27 +32,21 @@ _log = Log("plan")
 
 
 def make_plan(
-    command: Sequence[str], tolerated: Collection[str] = (), snapshot: str = ""
+    command: Sequence[str], tolerated: Collection[str] = (), snapshot: str = "", mode: str = ""
 ) -> tuple[Settings, Plan, list[Fault], list[str]]:
     """Given the container's command, return settings, plan, all faults together, and the notes.
 
     What is found with a code among `tolerated` is no fault. With the name of a `snapshot` no other
-    one is restored.
+    one is restored; a `mode` takes the place of WARMHOLD_MODE.
     """
     settings, faults, notes = read_settings(os.environ, command)
+    if mode:
+        settings = dataclasses.replace(settings, env=structs.replace(settings.env, mode=mode))
     facts = read_facts(settings)
     kept = tuple(fault for fault in facts.faults if fault.code not in tolerated)
     facts = dataclasses.replace(facts, faults=kept)
     plan = decide(settings, dataclasses.replace(facts, snapshots=_look(settings, facts, snapshot)))
     return settings, plan, [*faults, *check_paths(settings), *plan.faults], notes
-
-
-def plan_restore(command: Sequence[str], name: str) -> tuple[str, Rejection | Fault | None]:
-    """Given the command and the name of a snapshot ("" for the newest that fits), return which one
-    a start would restore, or what is against it."""
-    _, plan, faults, _ = make_plan(command, snapshot=name)
-    against: list[Rejection | Fault] = [item for item in plan.rejections if item.mode == "snapshot"]
-    return plan.snapshots.name, next(iter([*against, *faults]), None)
 
 
 def _look(settings: Settings, facts: Facts, wanted: str) -> Snapshots:
@@ -77,10 +72,10 @@ def _look(settings: Settings, facts: Facts, wanted: str) -> Snapshots:
 
 
 def make_sound_plan(
-    command: Sequence[str], tolerated: Collection[str] = (), snapshot: str = ""
+    command: Sequence[str], tolerated: Collection[str] = (), snapshot: str = "", mode: str = ""
 ) -> tuple[Settings, Plan]:
     """Given the same, return settings and plan; raise EntrypointError for any fault."""
-    settings, plan, faults, notes = make_plan(command, tolerated, snapshot)
+    settings, plan, faults, notes = make_plan(command, tolerated, snapshot, mode)
     for note in notes:
         _log.warning("unknown setting", detail=note)
     if faults:

@@ -31,6 +31,12 @@ class Process:
     parent: int
     name: str
 
+    @property
+    def age_s(self) -> float:
+        """How long ago it started, in seconds, to a tick of the clock (a hundredth)."""
+        started_s = self.start_ticks / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+
 
 def read_process(pid: int) -> Process | None:
     """Given a PID, return the process, or None where it has ended (a zombie has)."""

@@ -328,6 +328,40 @@ def test_a_flat_file_that_cannot_be_written_costs_the_snapshot_alone(stack: Stac
     assert (stack.roles(), artifacts(stack)) == (before, [])
 
 
+def test_a_restart_in_the_mode_that_is_asked_for(stack: Stack) -> None:
+    assert create(stack).returncode == 0
+    for starts, mode in enumerate(("disk", "ipc_cache", "snapshot", "ipc_cache"), 2):
+        done = stack.run("restart", "--mode", mode, "--json")
+        assert done.returncode == 0, done.stderr
+        told, status = json.loads(done.stdout), stack.status()
+        assert status and (told["mode"], status["mode"], status["starts"]) == (mode, mode, starts)
+        assert {"plan", "stop"} <= set(told["seconds"])
+        assert abs(sum(status["phases"].values()) - status["total_s"]) < 1e-6
+        assert told["name"] == ("one" if mode == "snapshot" else "")
+        assert status["crashes"] == 0
+    assert "restarted  in mode snapshot" not in stack.run("restart").stdout
+    assert stack.status()["mode"] == "snapshot", "by default the fastest"  # type: ignore[index]
+
+
+def test_a_restart_that_cannot_be_is_refused_and_costs_nothing(stack: Stack) -> None:
+    before = stack.roles()
+    done = stack.run("restart", "--mode", "snapshot")
+    assert done.returncode == 74 and "snapshot.absent" in done.stderr
+    (stack.folder / "model" / "config.json").unlink()
+    done = stack.run("restart", "--mode", "disk")
+    assert done.returncode == 78 and "model.missing" in done.stderr
+    assert stack.roles() == before and stack.wait_ready()["starts"] == 1
+
+
+def test_a_restart_that_fails_is_followed_by_the_usual_start(stack: Stack) -> None:
+    stack.engine_exit.write_text("1")
+    done = stack.run("restart", "--mode", "disk")
+    stack.engine_exit.unlink(missing_ok=True)
+    assert done.returncode == 1 and "engine.failed" in done.stderr
+    assert stack.wait_ready()["mode"] == "ipc_cache"
+    assert "failed_attempt" in stack.status()["phases"]  # type: ignore[index]
+
+
 def test_snapshot_restore_says_why_it_cannot(stack: Stack) -> None:
     before = stack.roles()
     result = stack.run("snapshot-restore")

@@ -65,11 +65,11 @@ def test_a_refusal(stand: Stand) -> None:
 def test_whoever_gave_it_may_go_away(stand: Stand) -> None:
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(stand.folder / SOCKET_NAME))
-        client.sendall(b'{"act": "create", "name": ""}')
+        client.sendall(b'{"act": "create", "name": "", "mode": ""}')
     stand.take().answer({"ok": True})
 
 
-@pytest.mark.parametrize("words", [b"", b"no json", b"[]", b'{"act": "create"}'])
+@pytest.mark.parametrize("words", [b"", b"no json", b"[]", b'{"act": "create", "name": ""}'])
 def test_what_is_no_order_is_not_taken(stand: Stand, words: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(60)

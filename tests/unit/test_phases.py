@@ -2,9 +2,13 @@
 """Phases of a start, cut from lines that vLLM 0.32 wrote on a CPU (recorded, shortened)."""
 
 import itertools
+import os
+import subprocess
+import sys
+import time
 
 import pytest
-from warmhold_entrypoint.phases import PhaseClock, Phases
+from warmhold_entrypoint.phases import Gap, PhaseClock, Phases, own_age_s
 
 # Seconds since the first line, and the line. From a start with an empty compile cache.
 COMPILED = [
@@ -159,3 +163,42 @@ def test_a_silent_engine_is_unaccounted() -> None:
 
 def test_what_no_phase_explains() -> None:
     assert Phases({"imports": 1.0, "weights": 2.0}, 5.0).unaccounted_s == 2.0
+
+
+def test_what_comes_before_an_attempt_belongs_to_the_start() -> None:
+    gap = Gap(time.monotonic() - 5.0)
+    gap.begin(time.monotonic())  # it has begun long ago
+    gap.close("plan")
+    gap.close("failed_attempt")
+    found = gap.end(Phases({"imports": 2.0, "first_token": 1.0}, 4.0))
+    assert list(found.seconds) == ["plan", "failed_attempt", "imports", "first_token"]
+    assert 5.0 <= found.seconds["plan"] < 60.0
+    assert found.unaccounted_s == pytest.approx(1.0)
+
+
+def test_between_two_gaps_an_engine_serves() -> None:
+    gap = Gap(time.monotonic())
+    gap.end(Phases({}, 0.0))
+    gap.close("stop")  # serving is no phase
+    gap.begin(time.monotonic() - 2.0)
+    gap.close("stop")
+    found = gap.end(Phases({}, 0.0))
+    assert list(found.seconds) == ["stop"] and 2.0 <= found.total_s < 60.0
+
+
+def test_the_age_of_a_process() -> None:
+    code = (
+        "import time; time.sleep(0.3); from warmhold_entrypoint.phases import own_age_s;"
+        " print(own_age_s())"
+    )
+    path = os.pathsep.join(sys.path)
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 0.29 <= float(done.stdout) <= time.monotonic() - began + 0.02
+    assert own_age_s() > 0

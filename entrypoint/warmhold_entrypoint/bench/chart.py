@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A result as a picture: a bar for each row, cut into phases, and the short ones once more, larger.
+
+The card is opaque and light, so that it reads the same on dark pages.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib import rc
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from .result import TIMES, UNACCOUNTED, Result, Row
+
+INK, FAINT, CARD, ALARM = "#1f2328", "#59636e", "#ffffff", "#b42318"
+# One colour for a phase, in every bar and in every picture.
+COLOURS = {
+    "stop": "#8c959f",
+    "plan": "#bac3cc",
+    "wait": "#d8dee4",
+    "failed_attempt": "#d1242f",
+    "vault": "#1b7c83",
+    "flat": "#116329",
+    "verify": "#2da44e",
+    "image": "#0a3069",
+    "imports": "#0969da",
+    "engine_init": "#54aeff",
+    "weights": "#e16f24",
+    "compile": "#8250df",
+    "warmup": "#c297ff",
+    "kv": "#5e3bb5",
+    "api": "#d4a72c",
+    "canary": "#6e7011",
+    "first_token": "#bf3989",
+    UNACCOUNTED: "#eaeef2",
+}
+_LABELS = {"engine_init": "engine init", "warmup": "warm-up", "kv": "KV", "api": "API start"}
+_OTHER = "#57606a"
+# Below this share of the longest bar one is shown again on a scale of its own.
+_SHORT = 0.15
+# A number fits where its piece is so wide a part of the axis.
+_FITS = 0.045
+
+
+def write_chart(result: Result, folder: Path) -> list[Path]:
+    """Given a result and a folder, write `bench.svg` and `bench.png` there; return their paths."""
+    use_style()
+    return save(draw(result), folder, "bench")
+
+
+def use_style() -> None:
+    """Set the fonts and colours of every picture; text stays text in an SVG."""
+    rc("font", family="DejaVu Sans", size=10)
+    rc("svg", fonttype="none", hashsalt="warmhold")
+    rc("text", color=INK)
+    rc("axes", labelcolor=FAINT)
+    rc("xtick", color=FAINT)
+    rc("ytick", color=INK)
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Given a figure, write it as SVG and PNG; return the paths."""
+    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
+    figure.savefig(paths[0], facecolor=CARD, metadata={"Date": None})
+    figure.savefig(paths[1], facecolor=CARD, dpi=160)
+    return paths
+
+
+def draw(result: Result) -> Figure:
+    """Given a result, return the figure of its rows."""
+    longest_s = max((row.median_s or 0.0 for row in result.rows), default=0.0) or 1.0
+    short = [row for row in result.rows if row.median_s and row.median_s < _SHORT * longest_s]
+    heights = [len(result.rows) + 0.6, *([len(short) + 0.6] if short else [])]
+    figure = Figure(figsize=(10, 2.3 + 0.55 * sum(heights)), layout="constrained")
+    grid = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
+    _draw_rows(grid[0][0], result.rows, longest_s)
+    if short:
+        _draw_rows(grid[1][0], short, max(row.median_s or 0.0 for row in short))
+        grid[1][0].set_title("the short ones, magnified", loc="left", fontsize=10, color=FAINT)
+    used = list(dict.fromkeys(name for row in result.rows for name in row.phases))
+    order = [name for name in COLOURS if name in used] + [n for n in used if n not in COLOURS]
+    figure.legend(
+        handles=[Patch(facecolor=_colour(name), label=_label(name)) for name in order],
+        loc="outside lower center",
+        ncols=min(7, len(order)),
+        frameon=False,
+        fontsize=9,
+    )
+    figure.suptitle(
+        f"vLLM restart, start → first token: {result.model}, median",
+        x=0.01,
+        ha="left",
+        fontsize=13,
+        fontweight="bold",
+    )
+    figure.supxlabel(build_footer(result), fontsize=7.5, color=FAINT, x=0.01, ha="left")
+    return figure
+
+
+def build_footer(result: Result) -> str:
+    """Given a result, return the line below its pictures: command, versions, machine, date."""
+    versions, machine = result.versions, result.machine
+    gpus = "" if machine["gpus"] == "none" else f", {machine['gpus']}"
+    return (
+        f"{result.command}\nwarmhold {versions['warmhold']}, vLLM {versions['vllm']}, kernel"
+        f" {versions['kernel']}; {machine['cpus']} CPUs, {machine['cpu']}{gpus}; {result.date[:10]}"
+    )
+
+
+def _draw_rows(axes: Axes, rows: Sequence[Row], longest_s: float) -> None:
+    for index, row in enumerate(rows):
+        left = 0.0
+        for name, seconds in row.phases.items():
+            if row.median_s is None:
+                break
+            piece = axes.barh(
+                index, seconds, left=left, height=0.62, color=_colour(name), edgecolor=CARD
+            )
+            if seconds > _FITS * longest_s:
+                colour = _ink_on(_colour(name))
+                axes.bar_label(piece, [_number(seconds)], label_type="center", color=colour)
+            left += seconds
+        text, colour = _summary(row)
+        axes.text(left + 0.008 * longest_s, index, text, va="center", color=colour)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest_s * 1.2)
+    axes.set_xlabel("seconds")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#d0d7de")
+    axes.tick_params(axis="y", length=0)
+
+
+def _summary(row: Row) -> tuple[str, str]:
+    """What stands behind a bar, and its colour."""
+    if row.median_s is None:
+        return "not counted: " + "; ".join(row.faults)[:90], ALARM
+    ratio = f", {row.speedup:.1f}{TIMES}" if row.speedup and row.speedup != 1.0 else ""
+    lost = f" ({row.failed} of {row.count} not counted)" if row.failed else ""
+    return f"{row.median_s:.2f} s{ratio}{lost}", INK
+
+
+def _number(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 1.0 else f"{seconds:.2f}"
+
+
+def _colour(phase: str) -> str:
+    return COLOURS.get(phase, _OTHER)
+
+
+def _label(phase: str) -> str:
+    return _LABELS.get(phase, phase.replace("_", " "))
+
+
+def _ink_on(colour: str) -> str:
+    """Black or white, whichever reads on a colour."""
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A restart that somebody asked for: in which mode, out of which snapshot, and what came of it.
+
+Looked at before the running engine is given up, so that a wish that cannot be met costs nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import EntrypointError, Fault, Rejection
+from .orders import Order
+from .plan import Plan
+from .settings import Settings
+from .start import make_plan, make_sound_plan
+
+
+class Wanted:
+    """Owns the order of a restart until it is answered; most of the time there is none."""
+
+    def __init__(self) -> None:
+        self._order: Order | None = None
+
+    def take(self, order: Order, command: Sequence[str]) -> str:
+        """Given an order and the container's command, return why the engine is to end ("" where the
+        order was refused: a start would not come about that way)."""
+        snapshot, against = _look(command, order)
+        if against:
+            order.refuse(against.code, against.detail, against.remedy)
+            return ""
+        order.name, self._order = snapshot, order
+        if order.mode == "snapshot":
+            return f"restarted to restore the snapshot {order.name}"
+        return f"restarted in mode {order.mode}" if order.mode else "restarted on request"
+
+    def make_plan(self, command: Sequence[str]) -> tuple[Settings, Plan]:
+        """Given the container's command, return settings and plan of the next start. A wish that
+        cannot be met any more is refused, and the usual start follows."""
+        order = self._order
+        if order is None:
+            return make_sound_plan(command)
+        try:
+            return make_sound_plan(command, snapshot=order.name, mode=_forced(order))
+        except EntrypointError as error:
+            self.refuse(error.faults[0])
+            return make_sound_plan(command)
+
+    def check(self, plan: Plan) -> None:
+        """Given the plan of the next start, refuse a snapshot that is not in it."""
+        if self._order and self._order.mode == "snapshot" and not plan.attempts[0].snapshot:
+            self.refuse(plan.rejections[0])
+
+    def refuse(self, why: Rejection | Fault) -> None:
+        """Say why the engine does not come back that way; nobody needs to have asked."""
+        if self._order:
+            self._order.refuse(why.code, why.detail, why.remedy)
+            self._order = None
+
+    def answer(self, result: Mapping[str, Any]) -> None:
+        """The engine serves: say how."""
+        if self._order:
+            self._order.answer({"ok": True, "name": self._order.name, **result})
+            self._order = None
+
+
+def _forced(order: Order) -> str:
+    """The mode that has to be planned alone. A snapshot comes first anyway, and where it fails the
+    next rung has to follow."""
+    return "" if order.mode == "snapshot" else order.mode
+
+
+def _look(command: Sequence[str], order: Order) -> tuple[str, Rejection | Fault | None]:
+    """Given an order, return which snapshot a start would restore, and what is against that
+    start."""
+    _, plan, faults, _ = make_plan(command, snapshot=order.name, mode=_forced(order))
+    if order.mode != "snapshot":
+        return "", next(iter(faults), None)
+    against: list[Rejection | Fault] = [item for item in plan.rejections if item.mode == "snapshot"]
+    return plan.snapshots.name, next(iter([*against, *faults]), None)
