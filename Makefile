@@ -5,11 +5,13 @@ HOST := docker/host.sh
 PYTHON ?= python3
 UV ?= uv
 BIN := .venv/bin
+OUT ?= bench/out
 
 export GOAL := $(MAKECMDGOALS)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down logs clean-state prepare test test-full lint unit image container container-full tables lock
+.PHONY: help up down logs clean-state prepare test test-full ci lint unit image container container-full \
+	bench bench-guard tables lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +29,13 @@ test: ## lint, unit and integration tests, image, container tests
 	@$(HOST) timed lint unit image container
 test-full: ## the same with the long container tests; reports go to bench/results
 	@$(HOST) timed lint unit image container-full
+
+ci: ## test, and the guard of the benchmark
+	@$(HOST) timed lint unit image container bench-guard
+bench: image ## restarts by mode, measured and drawn, into OUT (bench/out); under 20 minutes
+	@$(HOST) run $(PYTHON) bench/run.py $(OUT)
+bench-guard: ## one round of it: fails only where a ratio collapses
+	@$(HOST) run $(PYTHON) bench/run.py $(OUT) --guard
 
 lint: .venv/stamp ## ruff, mypy, shellcheck
 	$(BIN)/ruff check .
@@ -46,8 +55,9 @@ container-full: .venv/stamp ## the same in whole
 	$(BIN)/python -m pip install --disable-pip-version-check --require-hashes -r requirements-dev.lock
 	@touch $@
 
-tables: .venv/stamp ## write the README's tables of settings and exit codes
+tables: .venv/stamp ## write the README's tables of settings and exit codes, and the benchmark's schema
 	PYTHONPATH=entrypoint $(BIN)/python tests/readme_tables.py
+	PYTHONPATH=entrypoint:snapshot:wcache $(BIN)/python bench/make_schema.py
 
 lock: ## pin the development requirements anew
 	$(UV) pip compile --quiet pyproject.toml --extra dev --universal --python-version 3.11 \

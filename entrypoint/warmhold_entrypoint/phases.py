@@ -30,6 +30,9 @@ _MARKS = (
     ("warmup", re.compile(rb"init engine \(profile, create kv cache, warmup model\) took")),
     ("api", None),  # ends when the server answers, not at a line
 )
+# Memory is profiled and the KV cache is made: before compilation on a CPU, after it on a GPU.
+_KV = re.compile(rb"KV cache size: [\d,]+ tokens")
+_AFTER = "weights"
 # Without compilation (--enforce-eager) there is no such phase, and nothing is missing.
 _OPTIONAL = {_COMPILE}
 
@@ -94,6 +97,9 @@ class PhaseClock:
 
     def see_line(self, line: bytes) -> None:
         """Given a line of the engine's log, close the phase that it ends, or the last one again."""
+        if _AFTER in self._seconds and _KV.search(line):
+            self._add("kv")
+            return
         for index in range(max(0, self._next - 1), len(_MARKS)):
             _, pattern = _MARKS[index]
             if pattern is not None and pattern.search(line):
@@ -117,12 +123,16 @@ class PhaseClock:
 
     def _close(self, index: int) -> None:
         """End the phase with this index; its time counts unless another one's end was missed."""
-        now = self._now()
         missed = {name for name, _ in _MARKS[self._next : index]} - _OPTIONAL
         name = _MARKS[index][0]
         if index < self._next:
             missed = set() if name in self._seconds else {name}
-        if not missed:
+        self._add(name, counts=not missed)
+        self._next = index + 1
+
+    def _add(self, name: str, counts: bool = True) -> None:
+        """The time since the last phase's end belongs to this one, if it `counts`."""
+        now = self._now()
+        if counts:
             self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
         self._last = now
-        self._next = index + 1

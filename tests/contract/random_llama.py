@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama with random bf16 weights of a given size, written as a checkpoint without a tokenizer."""
+"""A Llama with random bf16 weights of a given size, written as a checkpoint with a tokenizer."""
 
 import json
 from pathlib import Path
@@ -54,3 +54,21 @@ def write_random_llama(folder: Path, size_bytes: int, seed: int = 0, device: str
     }
     (folder / "config.json").write_text(json.dumps(config))
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Given the checkpoint's folder, write a tokenizer there that knows a word for each token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "w0",
+        "bos_token": "w1",
+        "eos_token": "w2",
+        "model_max_length": 4096,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

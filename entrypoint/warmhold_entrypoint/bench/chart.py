@@ -4,10 +4,11 @@
 The card is opaque and light, so that it reads the same on dark pages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from matplotlib import rc
+from matplotlib import rc, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -46,18 +47,21 @@ _FITS = 0.045
 
 def write_chart(result: Result, folder: Path) -> list[Path]:
     """Given a result and a folder, write `bench.svg` and `bench.png` there; return their paths."""
-    use_style()
-    return save(draw(result), folder, "bench")
+    with style():
+        return save(draw(result), folder, "bench")
 
 
-def use_style() -> None:
-    """Set the fonts and colours of every picture; text stays text in an SVG."""
-    rc("font", family="DejaVu Sans", size=10)
-    rc("svg", fonttype="none", hashsalt="warmhold")
-    rc("text", color=INK)
-    rc("axes", labelcolor=FAINT)
-    rc("xtick", color=FAINT)
-    rc("ytick", color=INK)
+@contextmanager
+def style() -> Iterator[None]:
+    """Within it pictures have our fonts and colours; text stays text in an SVG."""
+    with rc_context():
+        rc("font", family="DejaVu Sans", size=10)
+        rc("svg", fonttype="none", hashsalt="warmhold")
+        rc("text", color=INK)
+        rc("axes", labelcolor=FAINT)
+        rc("xtick", color=FAINT)
+        rc("ytick", color=INK)
+        yield
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
