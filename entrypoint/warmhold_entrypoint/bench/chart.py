@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from .result import TIMES, UNACCOUNTED, Result, Row
+from .result import BASELINE, TIMES, UNACCOUNTED, Result, Row
 
 INK, FAINT, CARD, ALARM = "#1f2328", "#59636e", "#ffffff", "#b42318"
 # One colour for a phase, in every bar and in every picture.
@@ -41,6 +41,7 @@ _LABELS = {"engine_init": "engine init", "warmup": "warm-up", "kv": "KV", "api":
 _OTHER = "#57606a"
 # Below this share of the longest bar one is shown again on a scale of its own.
 _SHORT = 0.15
+_LEGEND_ROWS, _LEGEND_COLUMNS, _LINE_POINTS = 2.2, 7, 11
 # A number fits where its piece is so wide a part of the axis.
 _FITS = 0.045
 
@@ -76,30 +77,21 @@ def draw(result: Result) -> Figure:
     """Given a result, return the figure of its rows."""
     longest_s = max((row.median_s or 0.0 for row in result.rows), default=0.0) or 1.0
     short = [row for row in result.rows if row.median_s and row.median_s < _SHORT * longest_s]
-    heights = [len(result.rows) + 0.6, *([len(short) + 0.6] if short else [])]
-    figure = Figure(figsize=(10, 2.3 + 0.55 * sum(heights)), layout="constrained")
-    grid = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)
-    _draw_rows(grid[0][0], result.rows, longest_s)
+    heights = [len(result.rows) + 0.6, *([len(short) + 0.6] if short else []), _LEGEND_ROWS]
+    figure = Figure(figsize=(10, 1.6 + 0.5 * sum(heights)), layout="constrained")
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    _draw_rows(axes[0], result.rows, longest_s)
     if short:
-        _draw_rows(grid[1][0], short, max(row.median_s or 0.0 for row in short))
-        grid[1][0].set_title("the short ones, magnified", loc="left", fontsize=10, color=FAINT)
-    used = list(dict.fromkeys(name for row in result.rows for name in row.phases))
-    order = [name for name in COLOURS if name in used] + [n for n in used if n not in COLOURS]
-    figure.legend(
-        handles=[Patch(facecolor=_colour(name), label=_label(name)) for name in order],
-        loc="outside lower center",
-        ncols=min(7, len(order)),
-        frameon=False,
-        fontsize=9,
-    )
+        _draw_rows(axes[1], short, max(row.median_s or 0.0 for row in short))
+        axes[1].set_title("the short ones, magnified", loc="left", fontsize=10, color=FAINT)
+    _draw_legend(axes[-1], result)
     figure.suptitle(
-        f"vLLM restart, start → first token: {result.model}, median",
+        f"vLLM restart, start → first token: {result.model}, medians ({TIMES}: than {BASELINE})",
         x=0.01,
         ha="left",
         fontsize=13,
         fontweight="bold",
     )
-    figure.supxlabel(build_footer(result), fontsize=7.5, color=FAINT, x=0.01, ha="left")
     return figure
 
 
@@ -113,6 +105,30 @@ def build_footer(result: Result) -> str:
     )
 
 
+def _draw_legend(axes: Axes, result: Result) -> None:
+    """Colours of the phases that occur, and the footer below them."""
+    used = list(dict.fromkeys(name for row in result.rows for name in row.phases))
+    order = [name for name in COLOURS if name in used] + [n for n in used if n not in COLOURS]
+    axes.axis("off")
+    axes.legend(
+        handles=[Patch(facecolor=_colour(name), label=_label(name)) for name in order],
+        loc="upper left",
+        ncols=_LEGEND_COLUMNS,
+        frameon=False,
+        fontsize=9,
+        borderaxespad=0.0,
+    )
+    for index, line in enumerate(reversed(build_footer(result).splitlines())):
+        axes.annotate(
+            line,
+            xy=(0, 0),
+            xytext=(0, _LINE_POINTS * index),
+            textcoords="offset points",
+            fontsize=7.5,
+            color=FAINT,
+        )
+
+
 def _draw_rows(axes: Axes, rows: Sequence[Row], longest_s: float) -> None:
     for index, row in enumerate(rows):
         left = 0.0
@@ -120,7 +136,7 @@ def _draw_rows(axes: Axes, rows: Sequence[Row], longest_s: float) -> None:
             if row.median_s is None:
                 break
             piece = axes.barh(
-                index, seconds, left=left, height=0.62, color=_colour(name), edgecolor=CARD
+                index, seconds, left=left, height=0.62, color=_colour(name), linewidth=0
             )
             if seconds > _FITS * longest_s:
                 colour = _ink_on(_colour(name))
@@ -141,7 +157,7 @@ def _summary(row: Row) -> tuple[str, str]:
     """What stands behind a bar, and its colour."""
     if row.median_s is None:
         return "not counted: " + "; ".join(row.faults)[:90], ALARM
-    ratio = f", {row.speedup:.1f}{TIMES}" if row.speedup and row.speedup != 1.0 else ""
+    ratio = f", {row.speedup:.1f}{TIMES} faster" if row.speedup and row.speedup > 1.0 else ""
     lost = f" ({row.failed} of {row.count} not counted)" if row.failed else ""
     return f"{row.median_s:.2f} s{ratio}{lost}", INK
 
