@@ -99,7 +99,11 @@ def test_without_a_baseline_there_is_no_ratio() -> None:
 
 def test_what_is_left_over_is_unaccounted() -> None:
     assert complete({"a": 1.0, "b": 0.0, UNACCOUNTED: 7.0}, 3.0) == {"a": 1.0, UNACCOUNTED: 2.0}
-    assert complete({"a": 4.0}, 3.0) == {"a": 4.0, UNACCOUNTED: 0.0}
+
+
+def test_a_token_that_came_before_the_runners_own_ends_the_phases() -> None:
+    found = complete({"image": 1.0, "canary": 1.5, "first_token": 1.0}, 2.0)
+    assert found == {"image": 1.0, "canary": 1.0, UNACCOUNTED: 0.0}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_wcache.control_client import ControlClient, ControlError
 
-from ..conf import CONTROL_SOCKET
+from ..conf import CONF_NAME, CONTROL_SOCKET
 from ..engine_http import ProbeError, Target, request
 from ..errors import EntrypointError, Fault
 from ..model import weight_files
@@ -97,9 +97,11 @@ class Container:
         # The engine before has gone as soon as the next one is tried: what answers is the new one.
         _wait(lambda: answers or self.status().get("state") == State.TRYING, _ORDER_S)
         served = self.first_token(over=refused)
-        first_token_s = time.monotonic() - began if served else None
+        first_token_s = time.monotonic() - began
         order.join(_ORDER_S)
-        return first_token_s, answers[0] if answers else {"ok": False, "code": "bench.no-answer"}
+        answer = answers[0] if answers else {"ok": False, "code": "bench.no-answer"}
+        # A restored engine may answer, and then fail its canary.
+        return (first_token_s if served and answer["ok"] else None), answer
 
     def ask(self) -> list[str]:
         """Return the answers to known prompts, greedily decoded."""
@@ -136,7 +138,7 @@ class Container:
     def supervise(self, act: str) -> None:
         """Given `start` or `stop`, do it with the engine; raise RuntimeError where that fails."""
         done = subprocess.run(
-            ["supervisorctl", act, "engine"],
+            ["supervisorctl", "-c", str(self._run_dir / CONF_NAME), act, "engine"],
             capture_output=True,
             text=True,
             timeout=_ORDER_S,

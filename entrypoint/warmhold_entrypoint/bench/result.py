@@ -70,10 +70,19 @@ class Result(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def complete(phases: dict[str, float], total_s: float) -> dict[str, float]:
-    """Given phases and the whole they belong to, in seconds, return them with what is left over, so
-    that they add up. Phases that took no time are left out."""
-    shown = {name: value for name, value in phases.items() if value > 0.0 and name != UNACCOUNTED}
-    return {**shown, UNACCOUNTED: max(0.0, total_s - sum(shown.values()))}
+    """Given phases in their order and the whole they belong to, in seconds, return them with what
+    is left over, so that they add up. Phases that took no time are left out.
+
+    The phases end with the runner's own first token. Where ours came before it, the last ones are
+    that much shorter.
+    """
+    shown: dict[str, float] = {}
+    left_s = total_s
+    for name, seconds in phases.items():
+        if name != UNACCOUNTED and min(seconds, left_s) > 0.0:
+            shown[name] = min(seconds, left_s)
+            left_s -= shown[name]
+    return {**shown, UNACCOUNTED: left_s}
 
 
 def summarise(starts: Sequence[Start]) -> list[Row]:
