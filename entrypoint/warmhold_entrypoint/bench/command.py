@@ -64,7 +64,9 @@ def run_bench(run_dir: Path, options: Options, out: Path | None, as_json: bool) 
     container = Container(run_dir)
     folder = out or container.settings.env.state_dir / "bench"
     folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(container, options, folder, lambda text: said.print(text, markup=False))
+    bench = Bench(
+        container, options, folder, lambda text: said.print(text, markup=False, soft_wrap=True)
+    )
     try:
         result = bench.run()
     finally:
@@ -79,7 +81,7 @@ def run_bench(run_dir: Path, options: Options, out: Path | None, as_json: bool) 
     from .chart import write_chart
 
     for path in [folder / RESULT, *write_chart(result, folder)]:
-        said.print(f"written: {path}", markup=False)
+        said.print(f"written: {path}", markup=False, soft_wrap=True)
     return all(not row.faults for row in result.rows)
 
 

@@ -28,14 +28,17 @@ def print_table(result: Result, console: Console) -> None:
         )
     for row in result.rows:
         for fault in row.faults:
-            console.print(f"not counted: {row.name}: {fault}", style="red", markup=False)
+            console.print(
+                f"not counted: {row.name}: {fault}", style="red", markup=False, soft_wrap=True
+            )
     for note in result.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
     machine = result.machine
     console.print(
         f"{machine['cpus']} CPUs ({machine['cpu']}), {machine['memory_gib']} GiB, vLLM"
         f" {result.versions['vllm']}, kernel {result.versions['kernel']}; {result.page_cache}",
         markup=False,
+        soft_wrap=True,
     )
 
 
