@@ -3,6 +3,7 @@
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
