@@ -215,7 +215,7 @@ def _order(act: str, name: str, code: Exit) -> dict[str, Any]:
 
 
 def _hide_secrets(variable: str, value: str) -> str:
-    if variable != "WARMHOLD_ENGINE_ARGS":
+    if variable not in ("WARMHOLD_ENGINE_ARGS", "WARMHOLD_PRELOAD_ARGS"):
         return value
     try:
         return shlex.join(redact_argv(shlex.split(value)))

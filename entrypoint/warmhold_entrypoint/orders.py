@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .loop import Loop
+from .phases import Phases
 from .runner_socket import RunnerSocket, ask
 
 SOCKET_NAME = "orders.sock"
@@ -33,6 +34,11 @@ class Order:
         # Far smaller than a socket's buffer, so that nobody can make the loop wait.
         with self._connection, suppress(OSError):
             self._connection.sendall(json.dumps(dict(result)).encode() + b"\n")
+
+    def answer_restored(self, phases: Phases) -> None:
+        """Say how long the restore took."""
+        shown = {"name": self.name, "total_s": phases.total_s, "seconds": phases.seconds}
+        self.answer({"ok": True, **shown})
 
     def refuse(self, code: str, detail: str, remedy: str) -> None:
         """Say why nothing came of it."""

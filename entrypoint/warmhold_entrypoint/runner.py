@@ -21,6 +21,7 @@ from .engine_process import EngineProcess, explain_end, launch
 from .errors import EntrypointError, Exit, Fault, Rejection, exit_code_of_status
 from .facts import read_oom_kills
 from .files import write_atomically
+from .groundwork import Groundwork
 from .history import LastExit, read_history
 from .log import Log, redact_argv
 from .loop import Loop
@@ -74,6 +75,7 @@ class Runner:
         self._prober: Prober | None = None
         self._leftovers = leftovers
         self._auto = AutoSnapshots(settings.env.run_dir)
+        self._ground = Groundwork(loop)
 
     def run(self) -> int:
         """Run until the end; return the exit code (0 only when a stop was asked for)."""
@@ -128,6 +130,11 @@ class Runner:
         story.begin_attempt(attempt.mode, attempt.snapshot, self._plan.rejections)
         oom_kills = read_oom_kills()
         write_loader(self._settings, self._plan)
+        if against := self._ground.prepare(self._settings, self._plan, attempt):
+            self._plan = self._plan.reject(against)
+            return int(Exit.MODE_UNAVAILABLE), f"{against.code}: {against.detail}"
+        if self._loop.stop_asked:
+            return int(Exit.STOPPED), "stopped on request"
         if attempt.snapshot:
             if error := self._restore(attempt.snapshot):
                 return self._after_failed_restore(error)
@@ -140,6 +147,7 @@ class Runner:
         self._start_prober()
         verdict = self._watch(_RESTORED_READY_S if attempt.snapshot else env.ready_timeout_s)
         self._stop_prober()
+        self._ground.rest()
         if self._snapshotting:
             self._snapshotting.abandon()
             self._snapshotting = None
@@ -149,7 +157,8 @@ class Runner:
             code, reason = int(Exit.STOPPED), self._leaving or "stopped on request"
         else:
             code = verdict.exit_code if verdict else exit_code_of_status(status)
-            reason = explain_end(status, verdict, read_oom_kills() - oom_kills)
+            oom_kills = read_oom_kills() - oom_kills
+            reason = self._ground.explain(explain_end(status, verdict, oom_kills))
             crashes += 1
             _log.error("engine ended unasked", mode=attempt.mode, code=int(code), reason=reason)
         last = LastExit(int(code), reason, time.time())
@@ -193,7 +202,7 @@ class Runner:
             now = time.monotonic()
             if self._loop.stop_asked or self._leaving:
                 ending = ending or Ending(self._settings, self._loop.wake)
-                if not ending.begun and self._may_end():
+                if not ending.begun and (not self._snapshotting or self._snapshotting.let_end()):
                     self._begin_end(ending)
                 if ending.is_over(process):
                     return None
@@ -210,6 +219,7 @@ class Runner:
             deadlines = [look_at, auto_at, ready_deadline if trying else None]
             deadlines += [item.deadline for item in (ending, self._snapshotting) if item]
             self._loop.wait(min(deadline for deadline in deadlines if deadline is not None))
+            self._story.see_trouble(self._ground.trouble)
             if fault := self._take_reports() or self._follow_snapshot():
                 return fault
         return None
@@ -219,14 +229,6 @@ class Runner:
             self._story.advance(State.STOPPING, f"draining up to {self._settings.env.drain_s} s")
         self._stop_prober()
         ending.begin()
-
-    def _may_end(self) -> bool:
-        """Whether the engine can be asked to end: one that is held is resumed first, or the wish to
-        end would be part of the snapshot."""
-        if self._snapshotting and self._snapshotting.holds:
-            self._snapshotting.interrupt()
-            return False
-        return True
 
     def take_order(self, order: Order) -> None:
         """Act on an order, or refuse it."""
@@ -311,18 +313,13 @@ class Runner:
             return
         phases = self._clock.finish()
         self._retries.see_serving()
-        self._story.see_weights(self._read_weights())
+        self._story.see_weights(self._ground.summarise(phases) or self._read_weights())
         self._story.see_serving(phases, report.reason)
         url = build_target(self._settings).url
         _log.info("READY", mode=self._story.mode, model=self._plan.model, url=url)
         self._leftovers.note()
         if self._wanted:
-            shown = {
-                "name": self._wanted.name,
-                "total_s": phases.total_s,
-                "seconds": phases.seconds,
-            }
-            self._wanted.answer({"ok": True, **shown})
+            self._wanted.answer_restored(phases)
             self._wanted = None
 
     def _read_weights(self) -> dict[str, Any] | None:
