@@ -32,6 +32,8 @@ _HEALTH_PORT = "--weight-cache-health-port"
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = re.compile(r"expandable_segments:\s*true", re.IGNORECASE)
 _PIPELINES_SINCE = (0, 33)
+# A socket's path has 107 letters at most.
+_MAX_FOLDER = 107 - len(f"/vllm_weight_cache_{'0' * 32}_draft.sock")
 _VAULT = "set WARMHOLD_WCACHE=vault"
 # What `vllm serve` takes and `vllm preload` does not. Source: FrontendArgs, make_arg_parser and
 # AsyncEngineArgs of vLLM 0.33. Sleep mode and the weights' source are the engine's alone.
@@ -114,6 +116,9 @@ def find_obstacle(
     if arguments.count("--pipeline-parallel-size") > 1 and _numbers(version) < _PIPELINES_SINCE:
         detail = f"vLLM {version}'s preload takes no --pipeline-parallel-size; 0.33's does"
         return _unsupported(detail, "use vLLM 0.33 or newer, or tensor parallelism")
+    if len(folder := socket_dir(settings)) > _MAX_FOLDER:
+        detail = f"a path in {folder} is too long for a socket's"
+        return _unsupported(detail, f"give a {_SOCKET_DIR} of at most {_MAX_FOLDER} letters")
     if spans_nodes(arguments) and not more.has(_MASTER_PORT):
         detail = f"the holder spans nodes, and WARMHOLD_PRELOAD_ARGS has no {_MASTER_PORT}"
         return _unsupported(detail, "give one, the same on every node and not the engine's own")
