@@ -16,6 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from warmhold_wcache.key import compare
+
 from . import supervision, tree
 from .backend import build_holder_argv, count_local_ranks, health_address, socket_dir
 from .conf import HOLDER_PROGRAM
@@ -65,7 +67,7 @@ class Holder:
         """Given settings and plan, return what is held where every process of the holder that the
         plan wants answers; None where it has to be started anew."""
         told = read_json(settings.env.run_dir / TAKEN_FILE)
-        if told is None or told["key"] != dict(plan.launch_key):
+        if told is None or compare(told["key"], plan.launch_key):
             return None
         if tuple(told["argv"]) != _build_argv(settings, plan, told["port"]):
             return None

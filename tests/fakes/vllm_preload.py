@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stands for vLLM's `preload`: a launcher, and a process for each GPU that answers over a socket.
 
-As upstream has it: one connection after the other, pickled mappings behind a length, answers for its
-own user alone, a lock for each socket, a parent whose /health looks at exit codes only. Strict about
-flags. FAKE_PRELOAD_EXIT_FILE has a status to end with, FAKE_PRELOAD_GATE a file that loading waits for.
+As upstream has it: one connection after the other, pickled mappings behind a length, answers for
+its own user alone, a lock for each socket, a parent whose /health looks at exit codes only. Strict
+about flags. FAKE_PRELOAD_EXIT_FILE has a status to end with, FAKE_PRELOAD_GATE names a file that
+loading waits for.
 """
 
 import argparse

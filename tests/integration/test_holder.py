@@ -100,6 +100,8 @@ def test_the_engine_dies_and_maps_from_the_same_holder(make: MakeHolder) -> None
     assert status["weights"]["bytes"] == 2 * (3 << 20) and status["weights"]["loads"] == 2
     assert codes(stack) == {"snapshot": "snapshot.backend"}
     assert "mapped from `vllm preload`" in stack.run("status").stdout
+    refused = stack.run("snapshot-create")
+    assert refused.returncode == 73 and "snapshot.backend" in refused.stderr
     held = ranks(stack)
     assert len(held) == 3
     kill_engine(stack)
