@@ -8,6 +8,7 @@ loading waits for.
 """
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -36,6 +37,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--gpu-memory-utilization", type=float)
     parser.add_argument("--speculative-config", type=json.loads)
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--disable-custom-all-reduce", action="store_true")
     parser.add_argument("--weight-cache-socket-dir", required=True)
     parser.add_argument("--weight-cache-health-host", default="0.0.0.0")
     parser.add_argument("--weight-cache-health-port", type=int)
@@ -146,7 +149,7 @@ def main(argv: list[str]) -> None:
 
     def on_term(*_: object) -> None:
         for pid in pids:
-            if pid not in dead:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, on_term)
