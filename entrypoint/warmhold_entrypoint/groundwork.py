@@ -87,7 +87,7 @@ class Groundwork:
         if plan.backend == "vllm" and held is None:
             # Whatever is there holds other weights, or would be a second copy beside the engine's.
             self._holder.end(settings)
-        need = _less(plan.memory, held.bytes_per_gpu if held else 0)
+        need = _less(plan.memory, held) if held else plan.memory
         self.shortage = wait_for_memory(need, settings.env.gpu_wait_s, stop)
         if self.shortage and not stop.is_set():
             _log.warning("too little GPU memory is free", code=CODE, detail=self.shortage)
@@ -96,7 +96,9 @@ class Groundwork:
         self._held = held
 
 
-def _less(need: Need, held_bytes: int) -> Need:
-    """The need of an engine that maps so many bytes on each GPU which the holder has there."""
-    left = {uuid: max(0, size - held_bytes) for uuid, size in need.by_uuid.items()}
+def _less(need: Need, held: Held) -> Need:
+    """The need of an engine that maps what the holder has on each GPU; none where that is not
+    told."""
+    size = held.bytes_per_gpu
+    left = {} if size is None else {gpu: max(0, n - size) for gpu, n in need.by_uuid.items()}
     return dataclasses.replace(need, by_uuid=left)

@@ -48,8 +48,11 @@ class Held:
         return sum(size or 0 for size in self.by_socket.values())
 
     @property
-    def bytes_per_gpu(self) -> int:
-        """The most that one GPU holds: a model's and a draft's process have the same GPU."""
+    def bytes_per_gpu(self) -> int | None:
+        """The most that one GPU holds, a model and a draft of it together; None where some process
+        does not tell."""
+        if None in self.by_socket.values():
+            return None
         sizes: dict[str, int] = {}
         for name, size in self.by_socket.items():
             gpu = name.removesuffix(_DRAFT).removesuffix(".sock")

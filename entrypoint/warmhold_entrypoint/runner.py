@@ -165,6 +165,8 @@ class Runner:
         story.keep(env.state_dir, running=False, crashes=crashes, last_exit=last)
         if attempt.snapshot and story.serving_since is None and not self._loop.stop_asked:
             return self._after_failed_restore(SnapshotError("snapshot.restore", reason, _RECREATE))
+        if attempt.mode == "ipc_cache" and story.serving_since is None:
+            self._plan = self._plan.reject(weights.did_not_serve(reason))
         return int(code), reason
 
     def _restore(self, name: str) -> SnapshotError | None:

@@ -158,6 +158,11 @@ def no_room(fault: Fault) -> Rejection:
     return _miss("memory", fault.detail, fault.remedy)
 
 
+def did_not_serve(reason: str) -> Rejection:
+    """Given why an engine in mode ipc_cache ended before it served, return it as a reason."""
+    return _miss("failed", reason, "read its log above")
+
+
 def _miss(code: str, detail: str, remedy: str) -> Rejection:
     return Rejection("ipc_cache", f"ipc_cache.{code}", detail, remedy)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fake_cuda import build_fake_cuda
+from fake_cuda import build_fake_cuda, build_fake_nvml
 from stack import Stack, eventually
 
 # A /dev of its own with the driver's control device in it: an empty file will do.
@@ -34,6 +34,7 @@ MakeHolder = Callable[..., Stack]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the driver's library."""
     return build_fake_cuda(tmp_path_factory.mktemp("cuda")).parent
 
 
@@ -230,6 +231,37 @@ def test_a_draft_model_has_processes_of_its_own(make: MakeHolder) -> None:
     stack = make().serve("--speculative-config", draft)
     assert stack.wait_ready()["weights"]["loads"] == 2
     assert "mapped from the holder: 2" in stack.text()
+
+
+def test_an_engine_that_cannot_map_starts_from_disk_without_a_holder_beside_it(
+    make: MakeHolder,
+) -> None:
+    stack = make(FAKE_VLLM_IPC_FAILS="1").serve(*TWO)
+    status = stack.wait_ready()
+    assert status["mode"] == "disk" and codes(stack)["ipc_cache"] == "ipc_cache.failed"
+    assert ranks(stack) == set() and stack.text().count("preload argv") == 1
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_start_waits_for_gpu_memory(
+    make: MakeHolder, library: Path, tmp_path: Path, comes_back: bool
+) -> None:
+    build_fake_nvml(library)
+    free = tmp_path / "free"
+    free.write_text("0")
+    stack = make(
+        WARMHOLD_WCACHE="vllm",
+        WARMHOLD_GPU_WAIT_S="600" if comes_back else "1",
+        FAKE_CUDA_COUNT="1",
+        FAKE_NVML_FREE=str(free),
+    ).boot()
+    eventually(lambda: "waiting for GPU memory" in stack.text(), "the wait")
+    if comes_back:
+        assert "preload argv" not in stack.text()
+        free.write_text(str(200 << 30))
+    assert stack.wait_ready()["mode"] == "ipc_cache"
+    assert ("GPU memory came back" in stack.text()) == comes_back
+    assert ("code=gpu.memory" in stack.text()) != comes_back
 
 
 def test_one_gpu_keeps_the_vault(make: MakeHolder) -> None:

@@ -227,6 +227,12 @@ def test_what_is_held_need_not_be_free(ground: Ground, wanted: Settings) -> None
     assert found and (found["mode"], found["bytes"], found["seconds"]) == ("ipc_cache", 60, 1.5)
 
 
+def test_what_is_not_told_is_not_waited_for(ground: Ground, wanted: Settings) -> None:
+    ground.there = Held({"vllm_weight_cache_a.sock": None})
+    assert ground.work.prepare(wanted, make_plan(), IPC) is None
+    assert ground.acts == ["look", {}, "watch"]
+
+
 def test_a_holder_starts_when_what_was_there_is_gone(ground: Ground, wanted: Settings) -> None:
     ground.there = None
     assert ground.work.prepare(wanted, make_plan(), IPC) is None

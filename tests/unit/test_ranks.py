@@ -118,3 +118,4 @@ def test_a_draft_does_not_stand_for_the_model(serve: Serve, tmp_path: Path) -> N
     with pytest.raises(RankError, match="0 of 1 processes"):
         ask_ranks(tmp_path, 1, 5)
     assert Held({}).bytes_per_gpu == 0
+    assert Held({"a.sock": 5, "b.sock": None}).bytes_per_gpu is None
