@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the fake CUDA driver of `fakes/libcuda.c`."""
+"""Builds the fake CUDA driver of `fakes/libcuda.c`, and the fake NVML of `fakes/libnvml.c`."""
 
 import subprocess
 from pathlib import Path
 
-SOURCE = Path(__file__).parent / "fakes" / "libcuda.c"
+FAKES = Path(__file__).parent / "fakes"
 
 
 def build_fake_cuda(folder: Path, *defines: str) -> Path:
     """Given a folder, build the driver there under its real name; return its path."""
-    library = folder / "libcuda.so.1"
+    return _build(FAKES / "libcuda.c", folder / "libcuda.so.1", *defines)
+
+
+def build_fake_nvml(folder: Path) -> Path:
+    """Given a folder, build NVML there under its real name; return its path."""
+    return _build(FAKES / "libnvml.c", folder / "libnvidia-ml.so.1")
+
+
+def _build(source: Path, library: Path, *defines: str) -> Path:
     strict = ["-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-O1"]
-    command = ["gcc", *strict, *(f"-D{name}" for name in defines), "-o", str(library), str(SOURCE)]
+    command = ["gcc", *strict, *(f"-D{name}" for name in defines), "-o", str(library), str(source)]
     subprocess.run(command, check=True, timeout=60)
     return library

@@ -8,7 +8,7 @@ the judge of all others. JSON values are checked here, because their position is
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,9 @@ _SHORT = {
     "-dpm": "--data-parallel-multi-port-external-lb",
     "-dpn": "--data-parallel-rank",
     "-dpr": "--data-parallel-start-rank",
+    "-ep": "--enable-expert-parallel",
     "-n": "--nnodes",
+    "-r": "--node-rank",
     "-asc": "--api-server-count",
     "-cc": "--compilation-config",
     "-sc": "--speculative-config",
@@ -74,6 +76,19 @@ class EngineArguments:
         kept = tuple(item for index, item in enumerate(self.argv) if index not in dropped)
         return EngineArguments(kept, self.config)
 
+    def words(self, dropped: Collection[str]) -> tuple[str, ...]:
+        """Given long options, return all words but theirs, those of --config first."""
+        kept: list[str] = []
+        for argv in (self.config, self.argv):
+            without = {
+                position
+                for name, _, positions in _options(argv)
+                if name in dropped
+                for position in positions
+            }
+            kept += [word for index, word in enumerate(argv) if index not in without]
+        return tuple(kept)
+
     @property
     def port(self) -> int:
         """The public port; vLLM's default is 8000. A value that is no number reads as 0."""
@@ -94,15 +109,15 @@ class EngineArguments:
     def worker_count(self) -> int:
         """How many worker processes share this machine's CPUs."""
         return (
-            self._count("--tensor-parallel-size")
-            * self._count("--pipeline-parallel-size")
-            * self._count("--data-parallel-size")
+            self.count("--tensor-parallel-size")
+            * self.count("--pipeline-parallel-size")
+            * self.count("--data-parallel-size")
         )
 
     @property
     def api_server_count(self) -> int:
         """How many API servers one node has: by default one for each data-parallel rank."""
-        return self._count("--api-server-count", self._count("--data-parallel-size"))
+        return self.count("--api-server-count", self.count("--data-parallel-size"))
 
     @property
     def elsewhere(self) -> str:
@@ -114,10 +129,10 @@ class EngineArguments:
         for option in ("--distributed-executor-backend", "--data-parallel-backend"):
             if self.value(option) == "ray":
                 return f"{option} ray"
-        ranks = self._count("--data-parallel-size")
-        if self._count("--data-parallel-size-local", ranks) < ranks:
+        ranks = self.count("--data-parallel-size")
+        if self.count("--data-parallel-size-local", ranks) < ranks:
             return "--data-parallel-size-local"
-        return "--nnodes" if self._count("--nnodes") > 1 else ""
+        return "--nnodes" if self.count("--nnodes") > 1 else ""
 
     def options(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield each option with its values: those of --config, then those of the command."""
@@ -125,8 +140,9 @@ class EngineArguments:
             for name, values, _ in _options(argv):
                 yield name, values
 
-    def _count(self, option: str, default: int = 1) -> int:
-        """An option's value as a number of at least 1; where it is none, the default."""
+    def count(self, option: str, default: int = 1) -> int:
+        """Given a long option, return its value as a number of at least 1; where it is none, the
+        default."""
         text = self.value(option) or ""
         return max(1, int(text)) if text.isascii() and text.isdigit() else default
 
@@ -137,19 +153,8 @@ def parse_arguments(command: Sequence[str], extra: str) -> tuple[EngineArguments
     The string is split as a POSIX shell splits words, with no expansion. Faults: unbalanced quotes,
     JSON values that do not parse (with line and column), a port that is no port.
     """
-    faults: list[Fault] = []
-    try:
-        words = shlex.split(extra)
-    except ValueError as error:
-        words = []
-        faults.append(
-            Fault(
-                "arguments.quoting",
-                f"WARMHOLD_ENGINE_ARGS cannot be split into words: {error}",
-                "close every quote; the words are split as a shell splits them",
-            )
-        )
-    argv = (*command, *words)
+    faults = find_word_faults("WARMHOLD_ENGINE_ARGS", extra)
+    argv = (*command, *([] if faults else shlex.split(extra)))
     config, config_faults = _read_config(EngineArguments(argv).value("--config"))
     arguments = EngineArguments(argv, config)
     faults.extend(config_faults)
@@ -160,6 +165,17 @@ def parse_arguments(command: Sequence[str], extra: str) -> tuple[EngineArguments
             Fault("arguments.port", f"--port {port!r} is no port", "give a number from 1 to 65535")
         )
     return arguments, faults
+
+
+def find_word_faults(variable: str, text: str) -> list[Fault]:
+    """Given a variable's name and value, return a fault where that cannot be split into words."""
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        detail = f"{variable} cannot be split into words: {error}"
+        remedy = "close every quote; the words are split as a shell splits them"
+        return [Fault("arguments.quoting", detail, remedy)]
+    return []
 
 
 def _read_config(path: str | None) -> tuple[tuple[str, ...], list[Fault]]:

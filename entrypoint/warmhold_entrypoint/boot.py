@@ -40,5 +40,5 @@ def run_boot(arguments: Sequence[str]) -> NoReturn:
     start.prepare_snapshots(settings)
     start.write_command(env.run_dir, arguments)
     uid = os.getuid() if plan.uid is None else plan.uid
-    store_uid = uid if env.wcache == "vault" else None
-    sys.exit(run_pid1(supervisord, conf.write_conf(settings), env.run_dir, store_uid))
+    store_uid = uid if plan.backend == "vault" else None
+    sys.exit(run_pid1(supervisord, conf.write_conf(settings, plan.backend), env.run_dir, store_uid))

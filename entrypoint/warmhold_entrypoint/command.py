@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from . import weights
+from .backend import choose_backend
 from .budget import choose_threads
 from .conf import CONTROL_SOCKET
 from .facts import Facts
@@ -39,7 +40,8 @@ def build_engine_argv(settings: Settings, facts: Facts, kv_bytes: int | None) ->
     for option, value in added.items():
         if not user.has(option):
             argv += [option, value]
-    if facts.on_gpu and uses_own_sleep(settings):
+    held = choose_backend(settings, facts.on_gpu) == "vllm"  # upstream forbids sleep mode then
+    if facts.on_gpu and not held and uses_own_sleep(settings):
         argv += _SLEEP
     return tuple(argv)
 

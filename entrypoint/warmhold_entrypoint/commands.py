@@ -187,17 +187,16 @@ def snapshot_restore(name: str) -> None:
 @click.option(
     "--mode",
     type=click.Choice(["disk", "ipc_cache", "snapshot"]),
-    default="",
     help="This once in that mode; by default the fastest that works.",
 )
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def restart(mode: str, as_json: bool) -> None:
+def restart(mode: str | None, as_json: bool) -> None:
     """Restart the engine; return when the new one serves.
 
     Where the mode is not to be had the engine goes on; where it fails, the next start is the usual
     one.
     """
-    _restart(mode, "", as_json)
+    _restart(mode or "", "", as_json)
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
@@ -253,7 +252,7 @@ def _order(act: str, name: str, code: Exit, mode: str = "") -> dict[str, Any]:
 
 
 def _hide_secrets(variable: str, value: str) -> str:
-    if variable != "WARMHOLD_ENGINE_ARGS":
+    if variable not in ("WARMHOLD_ENGINE_ARGS", "WARMHOLD_PRELOAD_ARGS"):
         return value
     try:
         return shlex.join(redact_argv(shlex.split(value)))

@@ -5,7 +5,8 @@ The engine's argv never passes through it, because supervisord cuts commands at 
 inside quotes and expands `%`. Exit codes are the runner's business: every code that it ends with is
 listed as expected, so that only a runner killed by a signal is started again.
 
-Priorities order starts, and stops in reverse: the vault comes before the engine and goes after it.
+Priorities order starts, and stops in reverse: who holds the weights comes before the engine and
+goes after it.
 """
 
 import os
@@ -14,11 +15,13 @@ import sys
 from pathlib import Path
 
 from . import launcher
+from .backend import Backend
 from .errors import Fault
 from .files import write_atomically
 from .settings import Environment, Settings
 
 CONF_NAME = "supervisord.conf"
+HOLDER_PROGRAM = "preload"
 VAULT_SOCKET = "wcache.sock"
 STORE_SOCKET = "fdstore.sock"
 # What the engine itself makes in the run directory: reports of its loads, its control socket.
@@ -89,6 +92,21 @@ stopsignal=TERM
 {logs}
 """
 
+_HOLDER = """
+[program:{program}]
+command={python} -m warmhold_entrypoint.holder_program
+priority=100
+; The runner starts it, before an engine and never under one that serves.
+autostart=false
+autorestart=false
+startsecs=0
+stopsignal=TERM
+stopwaitsecs=10
+stopasgroup=true
+killasgroup=true
+{logs}
+"""
+
 _METRICS = """
 [program:metrics]
 command={python} -m warmhold_entrypoint metrics --port {port}
@@ -139,8 +157,8 @@ def build_vault_argv(env: Environment) -> list[str]:
     ]
 
 
-def build_conf(settings: Settings) -> str:
-    """Given settings, return the text of supervisord's configuration."""
+def build_conf(settings: Settings, backend: Backend) -> str:
+    """Given settings and who keeps the weights, return the text of supervisord's configuration."""
     env = settings.env
     run_dir = str(env.run_dir)
     text = _TEXT.format(
@@ -151,7 +169,9 @@ def build_conf(settings: Settings) -> str:
         exit_codes=",".join(str(code) for code in range(256)),
         logs=_LOGS,
     )
-    if env.wcache == "vault":
+    if backend == "vllm":
+        text += _HOLDER.format(program=HOLDER_PROGRAM, python=sys.executable, logs=_LOGS)
+    if backend == "vault":
         text += _VAULT.format(
             run_dir=run_dir,
             python=sys.executable,
@@ -161,7 +181,7 @@ def build_conf(settings: Settings) -> str:
             vault=" ".join(build_vault_argv(env)),
             logs=_LOGS,
         )
-    if env.wcache == "vault" and env.wcache_health_port is not None:
+    if backend == "vault" and env.wcache_health_port is not None:
         text += _HEALTH.format(
             run_dir=run_dir,
             python=sys.executable,
@@ -174,8 +194,8 @@ def build_conf(settings: Settings) -> str:
     return text
 
 
-def write_conf(settings: Settings) -> Path:
-    """Given settings, write the configuration into the run directory and return its path."""
+def write_conf(settings: Settings, backend: Backend) -> Path:
+    """Given the same, write the configuration into the run directory and return its path."""
     path = settings.env.run_dir / CONF_NAME
-    write_atomically(path, build_conf(settings), mode=0o644)
+    write_atomically(path, build_conf(settings, backend), mode=0o644)
     return path

@@ -18,9 +18,10 @@ from pathlib import Path
 from warmhold_wcache.content import Content, read_cached_content
 
 from . import launcher, tree, weights
+from .backend import choose_backend
 from .conf import VAULT_SOCKET
 from .errors import Fault
-from .gpu import Gpus, find_gpu_fault, read_gpus
+from .gpu import Gpus, find_gpu_fault, is_rocm, read_gpus
 from .model import Model, find_model
 from .resident import Vault, read_vault
 from .settings import Settings
@@ -30,7 +31,6 @@ BUILD_ID_FILE = Path("/opt/warmhold/build-id")
 _CGROUP = Path("/sys/fs/cgroup")
 _SHM = Path("/dev/shm")
 _NODES = Path("/sys/devices/system/node")
-_NO_VAULT = Vault("off", "WARMHOLD_WCACHE=off")
 # Those add routes to the public server: upstream loads none that is not named, so neither do we.
 _ENDPOINTS = "vllm.endpoint_plugins"
 _DIST_INFO = ".dist-info"
@@ -60,6 +60,7 @@ class Facts:
     cache_dir: str
     faults: tuple[Fault, ...]
     gpus: Gpus = field(default_factory=Gpus)
+    rocm: bool = False
     # Read last, since it is compared with what would be started.
     snapshots: Snapshots = field(default_factory=Snapshots)
 
@@ -96,6 +97,8 @@ def read_facts(settings: Settings) -> Facts:
     limit, limited_by = read_memory_limit()
     uid = os.getuid() if env.engine_uid is None else env.engine_uid
     plugins, packages = read_packages()
+    asks = choose_backend(settings, on_gpu) == "vault"
+    no_vault = Vault("off", f"WARMHOLD_WCACHE={env.wcache}")
     faults += probe_access(uid, cache_dir, model)
     faults += probe_port(settings.arguments.port)
     faults += find_gpu_fault(gpus, vllm_version, packages)
@@ -114,12 +117,13 @@ def read_facts(settings: Settings) -> Facts:
         has_caches=_has_caches(cache_dir),
         model=model,
         content=_read_content(model, weights.digests_folder(settings)),
-        vault=read_vault(env.run_dir / VAULT_SOCKET) if env.wcache == "vault" else _NO_VAULT,
+        vault=read_vault(env.run_dir / VAULT_SOCKET) if asks else no_vault,
         plugins=plugins,
         packages=packages,
         cache_dir=str(cache_dir),
         faults=tuple(faults),
         gpus=gpus,
+        rocm=is_rocm(vllm_version),
     )
 
 

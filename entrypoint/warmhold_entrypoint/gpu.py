@@ -30,6 +30,8 @@ _PROBE = Path(__file__).with_name("gpu_probe.py")
 _LIMIT_S = 20.0  # a driver that wakes its GPUs up takes seconds
 _WORDS = 4
 _CPU_BUILD = "+cpu"
+_ROCM_BUILD = "+rocm"
+_AMD = Path("/dev/kfd")
 _CUDA_PACKAGE = "nvidia_cuda_runtime"
 
 
@@ -116,6 +118,11 @@ def find_gpu_fault(gpus: Gpus, vllm_version: str, packages: Sequence[str]) -> li
     detail = gpus.error or "vLLM is built for CUDA, and the container has no /dev/nvidiactl"
     remedy = "start it with compose.gpu.yaml (the host needs the driver and NVIDIA's Container"
     return [Fault("gpu.absent", detail, f"{remedy} Toolkit), or use the image warmhold:cpu")]
+
+
+def is_rocm(vllm_version: str) -> bool:
+    """Given vLLM's version, tell whether AMD's GPUs are meant: by its build, or the device file."""
+    return _ROCM_BUILD in vllm_version or _AMD.exists()
 
 
 def parse(text: str, driver: str) -> Gpus:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from .arguments import is_option
 
 _PLAIN = re.compile(r"[\w.,:/@+%\[\]-]+")
-_SECRET_OPTIONS = ("--api-key", "--hf-token")
+_SECRET_OPTIONS = ("--api-key", "--hf-token", "--seed-token")
 
 
 class _Formatter(logging.Formatter):

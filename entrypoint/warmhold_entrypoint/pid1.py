@@ -60,6 +60,7 @@ def run_pid1(
     if store is not None:
         store.close()
     left = tree.kill_members(None, _KILL_TIMEOUT_S)
+    left += tree.kill_members(None, _KILL_TIMEOUT_S, tree.HOLDER_GROUP)
     if left:
         _log.warning("processes outlast the stop", pids=[process.pid for process in left])
     if stop.asked:

@@ -7,14 +7,16 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from . import weights
+from . import backend, weights
+from .backend import Backend, choose_backend, count_local_ranks
 from .budget import choose_kv_bytes, choose_threads, space_faults
 from .command import build_engine_argv, build_engine_environment
 from .errors import Fault, Rejection
 from .facts import Facts
+from .gpu_memory import Need, build_need
 from .log import redact_argv
 from .settings import MODES, Settings
 from .snapshots import Snapshots
@@ -49,6 +51,10 @@ class Plan:
     # What the weight loader in the engine is told (a file); empty where upstream's is used.
     loader: Mapping[str, Any]
     snapshots: Snapshots
+    # Who keeps the weights, and the key that they have to have.
+    backend: Backend = "vault"
+    launch_key: Mapping[str, str] = field(default_factory=dict)
+    memory: Need = field(default_factory=lambda: Need({}))
 
     def reject(self, rejection: Rejection) -> "Plan":
         """Given why a mode that was tried is not used, return the plan with it, ahead of others."""
@@ -96,8 +102,13 @@ def decide(settings: Settings, facts: Facts) -> Plan:
     )
     packed = weights.linear_path(settings, facts.on_gpu) == "packed"
     copies = facts.model.weight_bytes if packed else 0
-    miss = weights.find_miss(settings, facts.vault, key)
-    publish = settings.env.wcache == "vault"
+    keeper = choose_backend(settings, facts.on_gpu)
+    publish = keeper == "vault"
+    if keeper == "vllm":
+        whole = {**settings.environ, **environment}
+        miss = backend.find_obstacle(settings, whole, facts.on_gpu, facts.rocm, facts.vllm_version)
+    else:
+        miss = weights.find_miss(settings, facts.vault, key)
     kv_bytes, memory_fault = choose_kv_bytes(settings, facts, others + copies * publish)
     if memory_fault and copies and publish:
         miss = weights.no_room(memory_fault)
@@ -113,6 +124,9 @@ def decide(settings: Settings, facts: Facts) -> Plan:
         if reason is None and mode == "snapshot":
             told = weights.add_loader(settings, argv, "auto")
             attempts.append(Attempt(mode, told, facts.snapshots.name))
+        elif reason is None and keeper == "vllm":
+            add = backend.add_ipc_loader if mode == "ipc_cache" else backend.add_disk_loader
+            attempts.append(Attempt(mode, add(settings, argv)))
         elif reason is None:
             source = _choose_source(mode, settings, miss)
             attempts.append(Attempt(mode, weights.add_loader(settings, argv, source)))
@@ -124,12 +138,15 @@ def decide(settings: Settings, facts: Facts) -> Plan:
                         "mode.unavailable", f"{mode}: {reason.code}: {reason.detail}", reason.remedy
                     )
                 )
-    if weights.load_format(settings) in weights.OWN_FORMATS:
+    if weights.load_format(settings) in weights.OWN_FORMATS and keeper != "vllm":
         # The user's own choice is the same in every attempt that starts an engine.
         attempts = [item for item in attempts if item.snapshot] + [
             item for item in attempts if not item.snapshot
         ][:1]
-    used = weights.uses_loader(settings)
+    used = weights.uses_loader(settings) and keeper != "vllm"
+    resident = sum(row["bytes"] for row in facts.vault.rows) - others
+    on_gpus = facts.gpus.all[: count_local_ranks(settings.arguments)]
+    workers = max(1, len(on_gpus))
     return Plan(
         attempts=() if faults else tuple(attempts),
         rejections=tuple(rejections),
@@ -143,6 +160,9 @@ def decide(settings: Settings, facts: Facts) -> Plan:
         kv_cache_bytes=kv_bytes,
         loader=weights.build_loader_file(settings, key, publish) if used else {},
         snapshots=facts.snapshots,
+        backend=keeper,
+        launch_key=key,
+        memory=build_need(settings.arguments, on_gpus, resident // workers, others // workers),
     )
 
 

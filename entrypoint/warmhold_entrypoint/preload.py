@@ -93,6 +93,10 @@ def _environment(settings: Settings, plan: Plan) -> dict[str, str]:
 def _check_vault(settings: Settings, plan: Plan) -> None:
     """Raise EntrypointError where all of the loading would be for nothing: no vault answers, or
     these weights would not be published."""
+    if plan.backend == "vllm":
+        detail = "`vllm preload` holds the weights here, and it starts with the engine"
+        remedy = "none: `supervisorctl restart engine` finds them held"
+        raise EntrypointError([Fault("mode.unavailable", detail, remedy)])
     for item in plan.rejections:
         if item.code in _HOPELESS:
             detail = f"{item.code}: {item.detail}"

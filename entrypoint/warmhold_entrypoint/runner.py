@@ -9,7 +9,6 @@ failed, whatever its status says. One loop owns all state; the prober and a rest
 import shlex
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from warmhold_snapshot.errors import SnapshotError
 
@@ -21,6 +20,7 @@ from .engine_process import EngineProcess, explain_end, launch
 from .errors import EntrypointError, Exit, Fault, exit_code_of_status
 from .facts import read_oom_kills
 from .files import write_atomically
+from .groundwork import Groundwork
 from .history import LastExit, read_history
 from .log import Log, redact_argv
 from .loop import Loop
@@ -76,6 +76,7 @@ class Runner:
         self._prober: Prober | None = None
         self._leftovers = leftovers
         self._auto = AutoSnapshots(settings.env.run_dir)
+        self._ground = Groundwork(loop)
 
     def run(self) -> int:
         """Run until the end; return the exit code (0 only when a stop was asked for)."""
@@ -129,6 +130,11 @@ class Runner:
         story.begin_attempt(attempt.mode, attempt.snapshot, self._plan.rejections)
         oom_kills = read_oom_kills()
         write_loader(self._settings, self._plan)
+        if against := self._ground.prepare(self._settings, self._plan, attempt):
+            self._plan = self._plan.reject(against)
+            return int(Exit.MODE_UNAVAILABLE), f"{against.code}: {against.detail}"
+        if self._loop.stop_asked:
+            return int(Exit.STOPPED), "stopped on request"
         if attempt.snapshot:
             if error := self._restore(attempt.snapshot):
                 return self._after_failed_restore(error)
@@ -141,6 +147,7 @@ class Runner:
         self._start_prober()
         verdict = self._watch(_RESTORED_READY_S if attempt.snapshot else env.ready_timeout_s)
         self._stop_prober()
+        self._ground.rest()
         if self._snapshotting:
             self._snapshotting.abandon()
             self._snapshotting = None
@@ -153,13 +160,16 @@ class Runner:
             code, reason = int(Exit.STOPPED), self._leaving or "stopped on request"
         else:
             code = verdict.exit_code if verdict else exit_code_of_status(status)
-            reason = explain_end(status, verdict, read_oom_kills() - oom_kills)
+            oom_kills = read_oom_kills() - oom_kills
+            reason = self._ground.explain(explain_end(status, verdict, oom_kills))
             crashes += 1
             _log.error("engine ended unasked", mode=attempt.mode, code=int(code), reason=reason)
         last = LastExit(int(code), reason, time.time())
         story.keep(env.state_dir, running=False, crashes=crashes, last_exit=last)
         if attempt.snapshot and story.serving_since is None and not self._loop.stop_asked:
             return self._after_failed_restore(SnapshotError("snapshot.restore", reason, _RECREATE))
+        if attempt.mode == "ipc_cache" and story.serving_since is None:
+            self._plan = self._plan.reject(weights.did_not_serve(reason))
         return int(code), reason
 
     def _restore(self, name: str) -> SnapshotError | None:
@@ -198,7 +208,7 @@ class Runner:
             now = time.monotonic()
             if self._loop.stop_asked or self._leaving:
                 ending = ending or Ending(self._settings, self._loop.wake)
-                if not ending.begun and self._may_end():
+                if not ending.begun and (not self._snapshotting or self._snapshotting.let_end()):
                     self._begin_end(ending)
                 if ending.is_over(process):
                     return None
@@ -215,6 +225,7 @@ class Runner:
             deadlines = [look_at, auto_at, ready_deadline if trying else None]
             deadlines += [item.deadline for item in (ending, self._snapshotting) if item]
             self._loop.wait(min(deadline for deadline in deadlines if deadline is not None))
+            self._story.see_trouble(self._ground.trouble)
             if fault := self._take_reports() or self._follow_snapshot():
                 return fault
         return None
@@ -224,14 +235,6 @@ class Runner:
             self._story.advance(State.STOPPING, f"draining up to {self._settings.env.drain_s} s")
         self._stop_prober()
         ending.begin()
-
-    def _may_end(self) -> bool:
-        """Whether the engine can be asked to end: one that is held is resumed first, or the wish to
-        end would be part of the snapshot."""
-        if self._snapshotting and self._snapshotting.holds:
-            self._snapshotting.interrupt()
-            return False
-        return True
 
     def take_order(self, order: Order) -> None:
         """Act on an order, or refuse it."""
@@ -311,18 +314,16 @@ class Runner:
             return
         phases = self._gap.end(self._clock.finish())
         self._retries.see_serving()
-        self._story.see_weights(self._read_weights())
+        found = self._ground.summarise(phases) or weights.read_summary(self._settings.env.run_dir)
+        if isinstance(self._clock, Restoration):
+            found = self._clock.weights
+        self._story.see_weights(found)
         self._story.see_serving(phases, report.reason)
         url = build_target(self._settings).url
         _log.info("READY", mode=self._story.mode, model=self._plan.model, url=url)
         self._leftovers.note()
         seconds, mode = phases.seconds, self._story.mode
         self._wanted.answer({"mode": mode, "total_s": phases.total_s, "seconds": seconds})
-
-    def _read_weights(self) -> dict[str, Any] | None:
-        if isinstance(self._clock, Restoration):
-            return self._clock.weights
-        return weights.summarise(weights.read_reports(self._settings.env.run_dir))
 
     def _fetch(self) -> bool:
         """Download the model; return whether it is there now (the plan is made anew then)."""
@@ -378,8 +379,7 @@ class Runner:
     def _after_failed_start(self, code: int, reason: str) -> tuple[int | None, str]:
         named = bool(self._plan.attempts and self._plan.attempts[-1].snapshot)
         final = self._retries.see_failed_start(code) or named
-        if not self._loop.stop_asked:
-            self._wanted.refuse(Fault("engine.failed", reason, "read the engine's log above"))
+        self._wanted.refuse(Fault("engine.failed", reason, "read the engine's log above"))
         return (code if final else None), reason
 
     def _back_off(self, reason: str) -> None:

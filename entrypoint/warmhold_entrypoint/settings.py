@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from .arguments import EngineArguments, parse_arguments
+from .arguments import EngineArguments, find_word_faults, parse_arguments
 from .errors import Fault
 
 PREFIX = "WARMHOLD_"
@@ -96,9 +96,27 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     wcache: Annotated[
-        Literal["vault", "off"],
-        _about("`vault` keeps weights resident between engine starts; `off` reads them each time."),
+        Literal["vault", "vllm", "auto", "off"],
+        _about(
+            "`vault` keeps weights resident between engine starts; `vllm` has upstream's `vllm"
+            " preload` do it, for several GPUs; `auto`: the latter where several GPUs share the"
+            " work or a model drafts; `off` reads them each time."
+        ),
     ] = "vault"
+    preload_args: Annotated[
+        str,
+        _about(
+            "More arguments of `vllm preload`, split like a shell does, after the engine's own:"
+            " `--weight-cache-master-port 29600`."
+        ),
+    ] = ""
+    gpu_wait_s: Annotated[
+        Seconds,
+        _about(
+            "How long a start waits for GPU memory that an ended process has not given back, in"
+            " seconds; then it goes on, and the log names who holds the memory."
+        ),
+    ] = 60
     cpu_linear: Annotated[
         Literal["shared", "packed"],
         _about(
@@ -177,7 +195,7 @@ FIELDS = {
     for info in msgspec.structs.fields(Environment)
 }
 # The arguments may hold a key.
-_HIDDEN = ("engine_args",)
+_HIDDEN = ("engine_args", "preload_args")
 SECRETS = ("api_key",)
 # What huggingface_hub takes its token from.
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -240,6 +258,7 @@ def read_settings(
         del values[name]
     env, value_faults = _validate(values)
     arguments, argument_faults = parse_arguments(command, env.engine_args)
+    argument_faults += find_word_faults("WARMHOLD_PRELOAD_ARGS", env.preload_args)
     settings = Settings(
         env=env,
         arguments=arguments,

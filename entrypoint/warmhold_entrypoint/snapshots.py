@@ -27,6 +27,7 @@ from warmhold_wcache.key import compare as compare_keys
 
 from . import weights
 from .arguments import EngineArguments
+from .backend import choose_backend
 from .gpu import Gpus
 from .gpu_snapshots import find_gpu_obstacle, find_plugins, identify
 from .inputs import read_inputs
@@ -128,6 +129,10 @@ def find_obstacle(settings: Settings, candidate: Candidate) -> Snapshots | None:
     env, arguments = settings.env, settings.arguments
     if env.snapshot == "off":
         return Snapshots("snapshot.off", "WARMHOLD_SNAPSHOT=off", "set WARMHOLD_SNAPSHOT=manual")
+    if choose_backend(settings, bool(candidate.gpus.all)) == "vllm":
+        detail = "weights that `vllm preload` shares by CUDA IPC cannot be checkpointed"
+        remedy = "none: ipc_cache starts it; on one GPU WARMHOLD_WCACHE=vault has snapshots"
+        return Snapshots("snapshot.backend", detail, remedy)
     if not weights.uses_loader(settings):
         detail = f"--load-format {weights.load_format(settings)}: vLLM's own loader maps nothing"
         return _unsupported(detail, "use a format that reads safetensors or .bin files")

@@ -81,6 +81,14 @@ class Snapshotting:
         """Whether the engine may be held; once it is resumed only checksums are computed."""
         return not (self.over or self._making.resumed)
 
+    def let_end(self) -> bool:
+        """Tell whether the engine can be asked to end: one that is held is resumed first, or the
+        wish to end would be part of the snapshot."""
+        if self.holds:
+            self.interrupt()
+            return False
+        return True
+
     def interrupt(self) -> None:
         """Give up; the engine is resumed first. A second interrupt would interrupt that."""
         if not self._interrupted:

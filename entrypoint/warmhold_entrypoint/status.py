@@ -19,6 +19,7 @@ _WEIGHTS_FROM = {
     "disk": "read from disk",
     "flat": "read from a flat file",
     "ipc_cache": "mapped from the vault",
+    "vllm": "mapped from `vllm preload`",
 }
 
 Status = dict[str, Any]
@@ -57,6 +58,8 @@ def build_metrics(status: Status | None) -> str:
     if status is None:
         return "\n".join(lines) + "\n"
     add("engine_ready", "gauge", "Whether the engine serves.", {"": float(status["ready"])})
+    degraded = float(bool(status["degraded"]))
+    add("engine_degraded", "gauge", "Serves, but its weights are not held.", {"": degraded})
     add(
         "engine_state",
         "gauge",
@@ -108,6 +111,7 @@ def render_status(status: Status) -> str:
     rows = [
         ("state", status["state"] + ("" if status["ready"] else " (not ready)")),
         ("reason", status["reason"]),
+        *([("degraded", status["degraded"])] if status["degraded"] else []),
         ("mode", status["mode"] or "-"),
         *(
             (f"not {item['mode']}", f"{item['code']}: {item['detail']}")
@@ -128,7 +132,7 @@ def render_status(status: Status) -> str:
 
 def _weights_text(found: dict[str, Any]) -> str:
     """Given what the loads did, return it as a phrase."""
-    where = _WEIGHTS_FROM[found["mode"]]
+    where = _WEIGHTS_FROM[found.get("holder") or found["mode"]]
     text = f"{found['bytes'] / (1 << 20):.0f} MiB {where} in {found['seconds']:.2f} s"
     if found["published"]:
         return f"{text}, published as {', '.join(found['published'])}"

@@ -39,11 +39,13 @@ class Story:
     serving_since: float | None = None
     phases: Phases | None = None
     weights: dict[str, Any] | None = field(default=None)
+    degraded: str = ""  # what is wrong although it serves
 
     def begin_attempt(self, mode: str, snapshot: str, rejections: Sequence[Rejection]) -> None:
         """Forget the attempt before, and say which one begins."""
         self.mode, self.snapshot, self.rejections = mode, snapshot, rejections
         self.serving_since = self.phases = self.weights = None
+        self.degraded = ""
         self.advance(State.TRYING, f"starting in mode {mode}")
 
     def advance(self, new: State, reason: str) -> None:
@@ -71,6 +73,18 @@ class Story:
             self.mode = found["mode"]
             self.rejections = weights.correct(self.rejections, found)
 
+    def see_trouble(self, trouble: str) -> None:
+        """Given what is wrong with what holds the engine's weights ("" for nothing), say so where
+        that is new: it serves on, and its next start is a slow one."""
+        if trouble == self.degraded:
+            return
+        self.degraded = trouble
+        if trouble:
+            remedy = "none: the holder is started again with the next engine"
+            _log.warning("degraded: weights are not held", reason=trouble, remedy=remedy)
+        else:
+            _log.info("weights are held again")
+
     def keep(self, state_dir: Path, **changes: object) -> None:
         """Given the state directory, change the history and keep it there."""
         self.history = dataclasses.replace(self.history, **changes)  # type: ignore[arg-type]
@@ -91,6 +105,7 @@ class Story:
             "state": self.state,
             "ready": self.state is State.SERVING and self.ready,
             "reason": self.reason,
+            "degraded": self.degraded,
             "mode": self.mode,
             "snapshot": self.snapshot,
             "phase": phase if self.state is State.TRYING else None,

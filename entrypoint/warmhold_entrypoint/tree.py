@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ENGINE_GROUP = 30631
+HOLDER_GROUP = 30632  # upstream's holder of weights: it outlives engines
 _PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -51,13 +52,15 @@ def read_process(pid: int) -> Process | None:
     return Process(pid, int(fields[19]), int(fields[1]), name)
 
 
-def find_members(also_below: int | None = None) -> list[Process]:
-    """Return every living process of an engine; with a PID, its descendants too.
+def find_members(also_below: int | None = None, group: int | None = None) -> list[Process]:
+    """Return every living process of an engine, or of another marking group; with a PID, its
+    descendants too.
 
     Never the caller or one of its ancestors, whatever their marks: members get killed.
     """
     processes = {process.pid: process for process in map(read_process, _pids()) if process}
-    members = {pid for pid in processes if ENGINE_GROUP in _groups(pid)}
+    mark = ENGINE_GROUP if group is None else group
+    members = {pid for pid in processes if mark in _groups(pid)}
     if also_below is not None:
         members |= _descendants(also_below, processes.values())
     spared = os.getpid()
@@ -67,13 +70,15 @@ def find_members(also_below: int | None = None) -> list[Process]:
     return [processes[pid] for pid in sorted(members)]
 
 
-def kill_members(also_below: int | None, timeout_s: float) -> list[Process]:
+def kill_members(
+    also_below: int | None, timeout_s: float, group: int | None = None
+) -> list[Process]:
     """Kill every member until none is left; return those that outlast `timeout_s` (none, mostly).
 
     Looks again after each round, since a dying tree may still fork. Reaping is the caller's.
     """
     deadline = time.monotonic() + timeout_s
-    while members := find_members(also_below):
+    while members := find_members(also_below, group):
         for process in members:
             _kill(process, deadline)
         if time.monotonic() > deadline:
@@ -84,7 +89,7 @@ def kill_members(also_below: int | None, timeout_s: float) -> list[Process]:
 def kill_below(root: int, timeout_s: float) -> None:
     """Kill every descendant of a process, whatever its mark; give up after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    for process in _find_below(root):
+    for process in find_below(root):
         _kill(process, deadline)
 
 
@@ -135,7 +140,8 @@ def _kill(process: Process, deadline: float) -> None:
             os.close(fd)
 
 
-def _find_below(root: int) -> list[Process]:
+def find_below(root: int) -> list[Process]:
+    """Return every descendant of a process, whatever its mark."""
     processes = {process.pid: process for process in map(read_process, _pids()) if process}
     return [processes[pid] for pid in sorted(_descendants(root, processes.values()))]
 

@@ -158,6 +158,11 @@ def no_room(fault: Fault) -> Rejection:
     return _miss("memory", fault.detail, fault.remedy)
 
 
+def did_not_serve(reason: str) -> Rejection:
+    """Given why an engine in mode ipc_cache ended before it served, return it as a reason."""
+    return _miss("failed", reason, "read its log above")
+
+
 def _miss(code: str, detail: str, remedy: str) -> Rejection:
     return Rejection("ipc_cache", f"ipc_cache.{code}", detail, remedy)
 
@@ -194,6 +199,11 @@ def read_reports(run_dir: Path) -> list[Report]:
             with os.fdopen(fd, "rb") as file:
                 reports.append(msgspec.json.decode(file.read(_MAX_REPORT_BYTES), type=Report))
     return reports
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """Given the run directory, return what the reports since `forget_reports` say together."""
+    return summarise(read_reports(run_dir))
 
 
 def forget_reports(run_dir: Path) -> None:

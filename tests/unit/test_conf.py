@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from supervisor.options import ServerOptions
+from warmhold_entrypoint.backend import choose_backend
 from warmhold_entrypoint.conf import build_conf, check_paths, write_conf
 from warmhold_entrypoint.settings import Settings, read_settings
 from warmhold_wcache import serve
@@ -23,6 +24,10 @@ def settings(*command: str, **variables: str) -> Settings:
     return made
 
 
+def conf(made: Settings) -> str:
+    return build_conf(made, choose_backend(made, False))
+
+
 def programs(made: Settings) -> dict[str, Any]:
     """Given settings with a real run directory, return the programs as supervisord has them."""
     return {program.name: program for group in groups(made) for program in group.process_configs}
@@ -30,7 +35,7 @@ def programs(made: Settings) -> dict[str, Any]:
 
 def groups(made: Settings) -> list[Any]:
     options = ServerOptions()
-    options.realize(["-c", str(write_conf(made))])
+    options.realize(["-c", str(write_conf(made, choose_backend(made, False)))])
     assert options.parse_warnings == []
     return options.process_group_configs
 
@@ -43,7 +48,7 @@ def test_no_user_data_is_in_the_text() -> None:
         STATE_DIR=f"/{NASTY}",
         MODELS_DIR=f"/{NASTY}",
     )
-    assert build_conf(with_all) == build_conf(settings())
+    assert conf(with_all) == conf(settings())
 
 
 def test_supervisord_reads_it_as_meant(tmp_path: Path) -> None:
@@ -93,9 +98,19 @@ def test_metrics_only_where_asked_for_and_the_vault_unless_unwanted(tmp_path: Pa
 
 def test_the_vaults_health_has_a_program_where_there_is_a_vault() -> None:
     asked = {"WCACHE_HEALTH_PORT": "9200"}
-    assert "[program:wcache-health]" in build_conf(settings(**asked))
-    assert "wcache-health" not in build_conf(settings(**asked, WCACHE="off"))
-    assert "wcache-health" not in build_conf(settings())
+    assert "[program:wcache-health]" in conf(settings(**asked))
+    assert "wcache-health" not in conf(settings(**asked, WCACHE="off"))
+    assert "wcache-health" not in conf(settings())
+
+
+def test_upstreams_holder_is_a_program_that_the_runner_alone_starts(tmp_path: Path) -> None:
+    found = programs(settings(RUN_DIR=str(tmp_path), WCACHE="vllm"))
+    assert set(found) == {"engine", "end", "preload"}
+    holder = found["preload"]
+    assert not holder.autostart and not holder.autorestart
+    assert holder.stopasgroup and holder.killasgroup
+    assert holder.command.endswith(" -m warmhold_entrypoint.holder_program")
+    assert holder.priority < found["engine"].priority
 
 
 def test_every_exit_code_of_the_runner_is_expected(tmp_path: Path) -> None:
@@ -106,7 +121,7 @@ def test_every_exit_code_of_the_runner_is_expected(tmp_path: Path) -> None:
 
 def test_no_log_is_rotated_or_kept() -> None:
     parser = configparser.RawConfigParser()
-    parser.read_string(build_conf(settings(METRICS_PORT="9100", WCACHE="vault")))
+    parser.read_string(conf(settings(METRICS_PORT="9100", WCACHE="vault")))
     logs = [
         (section, key)
         for section in parser.sections()
@@ -121,7 +136,7 @@ def test_no_log_is_rotated_or_kept() -> None:
 
 def test_the_control_socket_is_roots() -> None:
     parser = configparser.RawConfigParser()
-    parser.read_string(build_conf(settings()))
+    parser.read_string(conf(settings()))
     assert parser.get("unix_http_server", "chmod") == "0700"
     assert not parser.has_section("inet_http_server")
 

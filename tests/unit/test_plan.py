@@ -732,3 +732,68 @@ def test_the_linear_path_of_cpus_is_no_part_of_a_gpu_s_key() -> None:
 def test_the_gpus_are_told(seen: list[Candidate], monkeypatch: pytest.MonkeyPatch) -> None:
     make_plan(monkeypatch, facts(**GPU_FACTS))
     assert seen[0].gpus == GPUS and SLEEP[0] in seen[0].argv
+
+
+# Upstream's holder
+
+TWO = Gpus("580", True, (*GPUS.all, Gpu("u2", 141 * GIB, "9.0", "NVIDIA H200")))
+TWO_FACTS = {**GPU_FACTS, "gpus": TWO, "vault": Vault("off", "")}
+
+
+def held_plan(*command: str, **variables: str) -> Plan:
+    wanted = settings(*command, **{"WCACHE": "vllm", **variables})
+    return decide(wanted, facts(**TWO_FACTS))
+
+
+def test_what_the_holder_holds_is_mapped_or_read_from_disk_and_nothing_else() -> None:
+    plan = held_plan("-tp", "2", "--load-format", "safetensors")
+    assert [attempt.mode for attempt in plan.attempts] == ["ipc_cache", "disk"]
+    assert (plan.backend, plan.loader, plan.faults) == ("vllm", {}, ())
+    ipc, disk = (attempt.argv for attempt in plan.attempts)
+    extra = {"fallback": False, "socket_dir": "/run/warmhold/holder"}
+    assert ipc[-4:-1] == ("--load-format", "ipc_cache", "--model-loader-extra-config")
+    assert json.loads(ipc[-1]) == extra
+    assert disk[-2:] == ("--load-format", "safetensors") and "warmhold" not in disk
+    assert not set(SLEEP) & set(ipc)
+    assert plan.launch_key["argument.tensor-parallel-size"] == "2"
+    assert held_plan().backend == "vllm" and not set(SLEEP) & set(held_plan().attempts[0].argv)
+
+
+def test_the_users_own_ipc_cache_is_the_holders() -> None:
+    plan = held_plan("--load-format", "ipc_cache")
+    assert [attempt.mode for attempt in plan.attempts] == ["ipc_cache", "disk"]
+    assert "ipc_cache" not in plan.attempts[1].argv
+
+
+def test_where_the_holder_cannot_be_used_there_is_the_disk_or_a_fault() -> None:
+    wanted = settings(WCACHE="vllm")
+    plan = decide(wanted, FACTS)
+    assert [attempt.mode for attempt in plan.attempts] == ["disk"]
+    assert plan.rejections[1].code == "ipc_cache.unsupported"
+    plan = decide(settings(WCACHE="vllm", MODE="ipc_cache"), facts(rocm=True))
+    assert codes(plan) == ["mode.unavailable"] and "ROCm" in plan.faults[0].detail
+
+
+@pytest.mark.parametrize("backend", ["auto", "vault", "off"])
+def test_one_gpu_is_the_vaults(backend: str) -> None:
+    plan = held_plan(WCACHE=backend)
+    assert plan.backend == ("off" if backend == "off" else "vault")
+    assert plan.loader["publish"] == (backend != "off")
+
+
+def test_what_has_to_be_free_on_the_gpus_of_the_engine_alone() -> None:
+    share = ("--gpu-memory-utilization", "0.5")
+    size = int(141 * GIB * 0.5)
+    assert held_plan(*share).memory.by_uuid == {"u1": size}
+    assert held_plan("-tp", "2", *share).memory.by_uuid == {"u1": size, "u2": size}
+    assert decide(settings(), FACTS).memory.by_uuid == {}
+    wanted = settings(*share)
+    on_gpu = facts(**GPU_FACTS)
+    key = dict(decide(wanted, on_gpu).launch_key)
+    rows = [
+        {"id": "g1", "model": "m", "bytes": 3 * GIB, "launch_key": key},
+        {"id": "g2", "model": "m", "bytes": 2 * GIB, "launch_key": {**key, "content": "x"}},
+    ]
+    vault = Vault(rows=tuple(rows))
+    need = decide(wanted, dataclasses.replace(on_gpu, vault=vault)).memory
+    assert (need.by_uuid, need.others_bytes) == ({"u1": size - 3 * GIB}, 2 * GIB)

@@ -25,6 +25,7 @@ FULL: Status = {
     "state": "SERVING",
     "ready": True,
     "reason": "the canary got its token",
+    "degraded": "",
     "mode": "disk",
     "phase": None,
     "rejections": [
@@ -87,6 +88,7 @@ def test_metrics_of_a_serving_engine() -> None:
     assert parse(build_metrics(FULL)) == {
         "warmhold_up": 1.0,
         "warmhold_engine_ready": 1.0,
+        "warmhold_engine_degraded": 0.0,
         'warmhold_engine_state{state="SERVING"}': 1.0,
         "warmhold_engine_starts_total": 3.0,
         "warmhold_engine_crashes_total": 1.0,

@@ -65,9 +65,7 @@ def run_bench(run_dir: Path, options: Options, out: Path | None, as_json: bool) 
     container = Container(run_dir)
     folder = out or container.settings.env.state_dir / "bench"
     folder.mkdir(parents=True, exist_ok=True)
-    bench = Bench(
-        container, options, folder, lambda text: said.print(text, markup=False, soft_wrap=True)
-    )
+    bench = Bench(container, options, folder, partial(said.print, markup=False, soft_wrap=True))
     try:
         result = bench.run()
     finally:

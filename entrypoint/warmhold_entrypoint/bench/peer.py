@@ -4,16 +4,14 @@
 It runs on the engine's port while that is stopped, with compile caches of its own that outlast it.
 """
 
-import os
 import signal
 import subprocess
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from .. import weights
+from .. import tree, weights
 from ..command import build_engine_argv, inherit_environment
 from ..facts import read_facts
 from ..phases import PhaseClock, Phases
@@ -76,11 +74,13 @@ class Peer:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ask it to end, and kill what is left of its session."""
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(_END_S)
+    """Ask it to end, and kill what is left of its tree, whatever sessions that has."""
+    members = tree.find_below(process.pid)
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(_END_S)
+    for member in members:
+        tree.send_signal(member, signal.SIGKILL)

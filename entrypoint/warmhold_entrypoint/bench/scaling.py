@@ -8,7 +8,7 @@ Made of one benchmark's result for each size of a model, and of `bench/restore_b
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -108,25 +108,12 @@ def draw(scaling: Scaling) -> Figure:
     """Given points and lines, return the figure: by weights, and by image."""
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    bytes_of_sizes = [size.weight_bytes for size in scaling.sizes]
-    for name, (label, colour) in _OF_SIZES.items():
-        values = [getattr(size, name) for size in scaling.sizes]
-        _draw_series(left, bytes_of_sizes, values, scaling.lines[name], label, colour)
+    _draw_panel(left, scaling.sizes, [size.weight_bytes for size in scaling.sizes], scaling.lines)
     left.set_xlabel("weights, GB")
     left.set_title("weight phase, and a restore", loc="left", fontsize=11)
-    bytes_of_images = [image.image_bytes for image in scaling.images]
-    for name, (label, colour) in _OF_IMAGES.items():
-        values = [getattr(image, name) for image in scaling.images]
-        _draw_series(right, bytes_of_images, values, scaling.lines[name], label, colour)
+    _draw_panel(right, scaling.images, [made.image_bytes for made in scaling.images], scaling.lines)
     right.set_xlabel("image, GB")
     right.set_title("restore of a plain process, and the machine's floor", loc="left", fontsize=11)
-    for axes in (left, right):
-        axes.set_ylabel("seconds")
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#eaeef2")
-        axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
     machine, versions = scaling.machine, scaling.versions
     footer = (
         f"vLLM {versions['vllm']}, kernel {versions['kernel']}; {machine['cpus']} CPUs,"
@@ -136,14 +123,30 @@ def draw(scaling: Scaling) -> Figure:
     return figure
 
 
-def _draw_series(
-    axes: Axes, sizes: Sequence[int], seconds: Sequence[float], line: Line, label: str, colour: str
+def _draw_panel(
+    axes: Axes,
+    points: Sequence[Size] | Sequence[Image],
+    sizes: Sequence[int],
+    lines: Mapping[str, Line],
 ) -> None:
-    shown = f"{label}: {line.intercept_s:.2f} s + {line.slope_s_per_gb:.2f} s/GB"
-    points = [size / _GB for size in sizes]
-    axes.plot(points, seconds, "o", color=colour, label=shown)
-    ends = [0.0, max(points)]
-    axes.plot(ends, [line.intercept_s + line.slope_s_per_gb * x for x in ends], color=colour)
+    """The series that points of this kind have, over their sizes in bytes."""
+    for name, (label, colour) in (_OF_SIZES | _OF_IMAGES).items():
+        if not hasattr(points[0], name):
+            continue
+        line = lines[name]
+        shown = f"{label}: {line.intercept_s:.2f} s + {line.slope_s_per_gb:.2f} s/GB"
+        places = [size / _GB for size in sizes]
+        axes.plot(
+            places, [getattr(point, name) for point in points], "o", color=colour, label=shown
+        )
+        ends = [0.0, max(places)]
+        axes.plot(ends, [line.intercept_s + line.slope_s_per_gb * x for x in ends], color=colour)
+    axes.set_ylabel("seconds")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#eaeef2")
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
 
 
 def _read_size(result: Result) -> Size:

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole product on two GPUs, outside a container: upstream's `vllm preload` holds the weights.
+
+Tensor parallel 2, a random 1 GB Llama, eager. The tests share one stack and follow each other: it
+serves, its engine is killed and comes back from the same holder, its holder is killed and comes
+back with the next engine, it ends and leaves nothing. What fails prints the log's ends.
+"""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_stand import MIB, ROOT, say
+
+START_S, RESTART_S, LOOK_S, TELL_S = 330.0, 200.0, 60.0, 5.0
+SLACK_MIB = 512
+BYTES = int(os.environ.get("WARMHOLD_GPU_TEST_BYTES", 10**9))
+ARGUMENTS = [
+    *("--tensor-parallel-size", "2", "--max-model-len", "1024", "--enforce-eager"),
+    *("--gpu-memory-utilization", "0.2", "--disable-custom-all-reduce"),
+]
+# NVLink multicast can put a host's GPUs out of service, which others share: never used here.
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_USE_NCCL_SYMM_MEM": "0",
+}
+HOLDER_MARK = "30632"
+
+
+def used_mib() -> list[int]:
+    """MiB in use on each GPU, by whomever; [] without any."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return [int(word) for word in done.stdout.split()] if done.returncode == 0 else []
+
+
+pytestmark = [
+    pytest.mark.skipif(len(used_mib()) < 2, reason="fewer than two GPUs here"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+# What one test saw, for those after it.
+seen: dict[str, Any] = {}
+
+
+class TwoGpus:
+    """The running stack, with its folder and what its tests ask."""
+
+    def __init__(self, folder: Path) -> None:
+        sys.path[:0] = [str(ROOT / name) for name in ("bench", "entrypoint", "snapshot", "wcache")]
+        import gpu_restart
+        import gpu_stack
+
+        model = folder / "model"
+        began = time.monotonic()
+        make = [sys.executable, "-c", gpu_restart._MODEL, str(model), str(BYTES)]
+        contract = str(ROOT / "tests" / "contract")
+        subprocess.run([*make, contract], check=True, timeout=200)
+        files = sum(path.stat().st_size for path in model.iterdir())
+        say(f"model of {files // MIB} MiB in {time.monotonic() - began:.1f} s")
+        self.weights_bytes = files
+        environment = gpu_stack.build_environment(
+            folder,
+            str(model),
+            gpu_stack.prepare_tools(folder / "tools", None),
+            WARMHOLD_WCACHE="auto",
+            WARMHOLD_READY_TIMEOUT_S=str(START_S),
+            WARMHOLD_MAX_FAILURES="1",
+            WARMHOLD_CANARY_INTERVAL_S="3",
+            WARMHOLD_GPU_WAIT_S="30",
+            **NO_MULTICAST,
+        )
+        self.folder, self.log = folder, folder / "stack.log"
+        self.log.touch()
+        self.stack = gpu_stack.Stack(environment, self.log, namespace=True)
+        self.sockets = folder / "run" / "holder"
+
+    def holder(self) -> dict[int, str]:
+        """The holder's processes by PID, told by their mark."""
+        found = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                for line in (entry / "status").read_text().splitlines():
+                    if line.startswith("Groups:") and HOLDER_MARK in line.split():
+                        found[int(entry.name)] = (entry / "comm").read_text().strip()
+        return found
+
+    def wait(
+        self, question: Callable[[dict[str, Any]], Any], what: str, limit_s: float
+    ) -> dict[str, Any]:
+        """Ask the status until the answer is true, and say how it goes; fail after the limit, or as
+        soon as the stack has ended or its holder was given up."""
+        began, said, shown = time.monotonic(), -TELL_S, ""
+        while True:
+            status = self.stack.status()
+            now = time.monotonic() - began
+            line = f"{status.get('state')} {status.get('phase') or ''} {status.get('reason')}"
+            if line != shown or now - said > 4 * TELL_S:
+                say(f"[{now:5.1f}] {line}; holder {len(self.holder())}; used {used_mib()} MiB")
+                said, shown = now, line
+            if status and question(status):
+                return status
+            codes = [item["code"] for item in status.get("rejections", [])]
+            assert not any(code.startswith("ipc_cache.") for code in codes), status["rejections"]
+            assert all(item.poll() is None for item in self.stack._processes), "the stack ended"
+            assert now < limit_s, f"not within {limit_s:.0f} s: {what}: {status}"
+            time.sleep(0.5)
+
+    def wait_ready(self, starts: int, limit_s: float) -> dict[str, Any]:
+        """Wait for so many starts and readiness."""
+        return self.wait(
+            lambda status: status["ready"] and status["starts"] >= starts,
+            f"ready after {starts} start(s)",
+            limit_s,
+        )
+
+    def held_bytes(self) -> list[int | None]:
+        """What each process of the holder says that it holds."""
+        from warmhold_entrypoint.ranks import ask_ranks
+
+        return list(ask_ranks(self.sockets, 2, 10.0).by_socket.values())
+
+    def tell(self) -> None:
+        """Print the ends of the log: warmhold's and supervisord's own lines, the holder's, all."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        ours = [line for line in lines if " warmhold." in line or "WARN" in line[:40]]
+        loud = [line for line in lines if "ERROR" in line or "Error" in line or "Traceback" in line]
+        holder = [line for line in lines if "eight cache" in line or "weight_cache" in line]
+        parts = {"warmhold and supervisord": ours[-50:], "errors": loud[-40:]}
+        parts |= {"holder": holder[-30:], "everything": lines[-150:]}
+        for name, part in parts.items():
+            print(f"==== {name}", flush=True)
+            for line in part:
+                print(f"   | {line[:400]}", flush=True)
+        print("==== status", self.stack.status(), flush=True)
+        print("==== holder", self.holder(), "used", used_mib(), flush=True)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[TwoGpus]:
+    folder = Path("/tmp/wh2")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    made = TwoGpus(folder)
+    yield made
+    made.stack.stop()
+    out = os.environ.get("OUT")
+    if out:
+        shutil.copy(made.log, Path(out) / "two-gpus.log")
+
+
+@pytest.fixture
+def told(two: TwoGpus) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """A context in which a failure prints the log's ends."""
+
+    @contextlib.contextmanager
+    def telling() -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            two.tell()
+            raise
+
+    yield telling
+
+
+def test_it_serves_from_the_holder(two: TwoGpus, told: Any) -> None:
+    seen["before"] = used_mib()
+    with told():
+        began = time.monotonic()
+        two.stack.start(ARGUMENTS)
+        status = two.wait_ready(1, START_S)
+        say(f"ready after {time.monotonic() - began:.1f} s: {status['phases']}")
+        say(f"weights {status['weights']}")
+        assert status["mode"] == "ipc_cache", status["rejections"]
+        held = two.held_bytes()
+        say(f"held {held}, holder {two.holder()}, used {used_mib()} MiB")
+        assert len(held) == 2 and all(held)
+        # Each has its half; norms and such are whole on both.
+        assert 0.9 * two.weights_bytes < sum(size or 0 for size in held) < 1.3 * two.weights_bytes
+        seen["answers"] = two.stack.ask_all()
+        seen["holder"], seen["held"] = set(two.holder()), held
+        seen["used"] = used_mib()
+        assert len(seen["holder"]) >= 3
+
+
+def test_snapshots_say_why_they_do_not_apply(two: TwoGpus, told: Any) -> None:
+    assert "answers" in seen, "it does not serve"
+    with told():
+        against = {item["mode"]: item["code"] for item in two.stack.status()["rejections"]}
+        assert against == {"snapshot": "snapshot.backend"}
+        code, out, error = two.stack.run("snapshot-create", limit_s=60)
+        say(f"snapshot-create ended with {code}: {(out + error).strip()}")
+        assert code == 73 and "snapshot.backend" in error
+        assert two.stack.status()["ready"]
+
+
+def test_a_killed_engine_comes_back_from_the_same_holder(two: TwoGpus, told: Any) -> None:
+    assert "answers" in seen, "it does not serve"
+    with told():
+        began = time.monotonic()
+        two.stack.kill_engine()
+        lows = used_mib()
+        while time.monotonic() - began < 6.0:  # a new engine imports for longer than that
+            lows = [min(pair) for pair in zip(lows, used_mib(), strict=True)]
+            time.sleep(0.25)
+        say(f"used {seen['before']} before all, {seen['used']} serving, {lows} without an engine")
+        for before, low, size in zip(seen["before"], lows, seen["held"], strict=True):
+            assert low - before >= size // MIB, "the holder has its weights"
+        status = two.wait_ready(2, RESTART_S)
+        say(f"answered again after {time.monotonic() - began:.1f} s: {status['phases']}")
+        assert status["mode"] == "ipc_cache" and status["degraded"] == ""
+        assert set(two.holder()) == seen["holder"] and two.held_bytes() == seen["held"]
+        answers = two.stack.ask_all()
+        equal = sum(now == then for now, then in zip(answers, seen["answers"], strict=True))
+        say(f"{equal} of {len(answers)} answers equal with their log-probabilities")
+        tokens = [[token for token, _ in answer] for answer in answers]
+        assert tokens == [[token for token, _ in answer] for answer in seen["answers"]]
+        now = used_mib()
+        say(f"used {seen['used']} MiB at the first engine, {now} at the second")
+        for first, second in zip(seen["used"], now, strict=True):
+            assert second < first + SLACK_MIB, "nothing is there twice"
+        seen["again"] = True
+
+
+def test_a_holder_that_dies_comes_back_with_the_engine(two: TwoGpus, told: Any) -> None:
+    assert "again" in seen, "it did not come back"
+    with told():
+        pids = [pid for pid in seen["holder"] if is_rank(pid, two.sockets)]
+        say(f"ranks {pids} of {two.holder()}")
+        assert len(pids) == 2
+        engine = two.stack.status()["pid"]
+        os.kill(pids[-1], signal.SIGKILL)
+        status = two.wait(lambda status: status["degraded"], "degraded", LOOK_S)
+        say(f"degraded: {status['degraded']}")
+        assert status["ready"] and status["pid"] == engine
+        assert two.stack.ask_all() == two.stack.ask_all()
+        two.stack.kill_engine()
+        status = two.wait_ready(3, START_S)
+        assert status["mode"] == "ipc_cache" and status["degraded"] == ""
+        assert not set(two.holder()) & seen["holder"]
+        now = used_mib()
+        say(f"used {seen['used']} MiB at the first engine, {now} with a new holder")
+        for first, second in zip(seen["used"], now, strict=True):
+            assert second < first + SLACK_MIB, "nothing is there twice"
+
+
+def test_it_ends_and_leaves_nothing(two: TwoGpus, told: Any) -> None:
+    assert "answers" in seen, "it does not serve"
+    with told():
+        two.stack.stop()
+        deadline = time.monotonic() + 30
+        while two.holder() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert two.holder() == {}
+        limits = [before + 64 for before in seen["before"]]
+        now = used_mib()
+        while not fits(now, limits) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            now = used_mib()
+        say(f"used {seen['before']} MiB before all, {now} after")
+        assert fits(now, limits)
+
+
+def fits(used: list[int], limits: list[int]) -> bool:
+    return all(now <= limit for now, limit in zip(used, limits, strict=True))
+
+
+def is_rank(pid: int, sockets: Path) -> bool:
+    """Whether a process holds the lock beside one of the holder's sockets."""
+    with contextlib.suppress(OSError):
+        links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        return any(link.startswith(str(sockets)) and link.endswith(".lock") for link in links)
+    return False
