@@ -7,6 +7,7 @@ wait for the root as for a process of its own. Source: prctl(2), criu(8).
 
 import ctypes
 import os
+import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -163,7 +164,7 @@ def _end_tree(manifest: Manifest, known: set[tuple[int, int]]) -> None:
         if process.pid in wanted and (process.pid, process.start_ticks) not in known
     }
     for process in left.values():
-        pids.kill(process)
+        pids.send_signal(process.pid, process.start_ticks, signal.SIGKILL)
     deadline = time.monotonic() + _END_S
     while left and time.monotonic() < deadline:
         for pid in list(left):
