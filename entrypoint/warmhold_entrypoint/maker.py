@@ -54,6 +54,7 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
             weights=weights,
             other_uid=request["other_uid"],
             plugins=plugins,
+            compress=request["compress"],
         )
     if request["prune"]:
         try:

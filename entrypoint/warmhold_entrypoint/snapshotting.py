@@ -57,6 +57,7 @@ class Snapshotting:
             "control": str(settings.env.run_dir / CONTROL_SOCKET),
             "vault": str(settings.env.run_dir / VAULT_SOCKET),
             "weights": settings.env.snapshot_weights,
+            "compress": settings.env.snapshot_compress,
             "plugins": str(find_plugins(settings)) if on_gpu else "",
             "drain_s": _DRAIN_S if order else _AUTO_DRAIN_S,
             "identity": dict(plan.snapshots.identity),

@@ -12,14 +12,14 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+
+from warmhold_snapshot import pids
 
 ENGINE_GROUP = 30631
 HOLDER_GROUP = 30632  # upstream's holder of weights: it outlives engines
-_PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -41,15 +41,10 @@ class Process:
 
 def read_process(pid: int) -> Process | None:
     """Given a PID, return the process, or None where it has ended (a zombie has)."""
-    try:
-        stat = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    stat = pids.read_stat(pid)
+    if stat is None or stat.ended:
         return None
-    name, _, rest = stat.partition("(")[2].rpartition(")")
-    fields = rest.split()
-    if fields[0] in "ZX":
-        return None
-    return Process(pid, int(fields[19]), int(fields[1]), name)
+    return Process(pid, stat.start_ticks, stat.parent, stat.name)
 
 
 def find_members(also_below: int | None = None, group: int | None = None) -> list[Process]:
@@ -58,11 +53,11 @@ def find_members(also_below: int | None = None, group: int | None = None) -> lis
 
     Never the caller or one of its ancestors, whatever their marks: members get killed.
     """
-    processes = {process.pid: process for process in map(read_process, _pids()) if process}
+    processes = _read_all()
     mark = ENGINE_GROUP if group is None else group
     members = {pid for pid in processes if mark in _groups(pid)}
     if also_below is not None:
-        members |= _descendants(also_below, processes.values())
+        members |= _descendants(also_below, processes)
     spared = os.getpid()
     while spared in processes:
         members.discard(spared)
@@ -95,20 +90,7 @@ def kill_below(root: int, timeout_s: float) -> None:
 
 def send_signal(process: Process, signum: int) -> bool:
     """Given a process, signal it if it still is the same one; tell whether it was."""
-    try:
-        fd = os.pidfd_open(process.pid)
-    except OSError:
-        return False
-    try:
-        now = read_process(process.pid)
-        if now is None or now.start_ticks != process.start_ticks:
-            return False
-        signal.pidfd_send_signal(fd, signum)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+    return pids.send_signal(process.pid, process.start_ticks, signum)
 
 
 def become_subreaper() -> None:
@@ -142,17 +124,19 @@ def _kill(process: Process, deadline: float) -> None:
 
 def find_below(root: int) -> list[Process]:
     """Return every descendant of a process, whatever its mark."""
-    processes = {process.pid: process for process in map(read_process, _pids()) if process}
-    return [processes[pid] for pid in sorted(_descendants(root, processes.values()))]
+    processes = _read_all()
+    return [processes[pid] for pid in sorted(_descendants(root, processes))]
 
 
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()]
+def _read_all() -> dict[int, Process]:
+    """Every living process by its PID."""
+    numbers = (int(entry.name) for entry in pids.PROC.iterdir() if entry.name.isdigit())
+    return {process.pid: process for process in map(read_process, numbers) if process}
 
 
 def _groups(pid: int) -> set[int]:
     try:
-        status = (_PROC / str(pid) / "status").read_text(errors="replace")
+        status = (pids.PROC / str(pid) / "status").read_text(errors="replace")
     except OSError:
         return set()
     for line in status.splitlines():
@@ -161,15 +145,6 @@ def _groups(pid: int) -> set[int]:
     return set()
 
 
-def _descendants(root: int, processes: Iterable[Process]) -> set[int]:
-    children: dict[int, list[int]] = {}
-    for process in processes:
-        children.setdefault(process.parent, []).append(process.pid)
-    found: set[int] = set()
-    queue = [root]
-    while queue:
-        for child in children.get(queue.pop(), []):
-            if child not in found:
-                found.add(child)
-                queue.append(child)
-    return found
+def _descendants(root: int, processes: Mapping[int, Process]) -> set[int]:
+    parents = {pid: process.parent for pid, process in processes.items()}
+    return set(pids.find_below(root, parents))

@@ -34,7 +34,7 @@ from .mark import read_mark
 
 IMAGES, MANIFEST, KEY, WEIGHTS = "images", "manifest.json", ".key", ".weights"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_DRAFT = ".tmp-"
+DRAFT = ".tmp-"
 _RECREATE = "create a new snapshot"
 _IN_USE = "the snapshot is being made, restored or removed"
 
@@ -165,7 +165,7 @@ class Store:
 
     def _draft(self, name: str) -> Iterator[Draft]:
         self.sweep()
-        folder = self.folder / f"{_DRAFT}{name}-{secrets.token_hex(4)}"
+        folder = self.folder / f"{DRAFT}{name}-{secrets.token_hex(4)}"
         try:
             (folder / IMAGES).mkdir(mode=0o700, parents=True)
             folder.chmod(0o700)
@@ -280,7 +280,7 @@ def list_names(folder: Path) -> list[str]:
 def remove(folder: Path) -> None:
     """Given an artifact's own folder, remove it as `Store.remove` does; that needs no key."""
     with locked(folder, ALONE, _IN_USE):
-        away = folder.with_name(f"{_DRAFT}{folder.name}-{secrets.token_hex(4)}")
+        away = folder.with_name(f"{DRAFT}{folder.name}-{secrets.token_hex(4)}")
         folder.rename(away)
         shutil.rmtree(away)
 
@@ -289,7 +289,7 @@ def sweep(folder: Path) -> list[str]:
     """Given the folder of all artifacts, remove what killed makers left; return the names of it."""
     removed = []
     for entry in folder.iterdir():
-        if entry.name.startswith(_DRAFT) and entry.is_dir() and not entry.is_symlink():
+        if entry.name.startswith(DRAFT) and entry.is_dir() and not entry.is_symlink():
             try:
                 with locked(entry, ALONE, _IN_USE):
                     shutil.rmtree(entry, ignore_errors=True)

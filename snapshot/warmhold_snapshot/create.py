@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from . import check, criu, cuda, hook, images
+from . import check, compression, criu, cuda, hook, images
 from .artifact import IMAGES, Draft, Store, describe_files
 from .checksum import Progress
 from .clock import Clock
@@ -100,6 +100,7 @@ def create(
     weights: Sequence[Weights] = (),
     other_uid: bool = False,
     plugins: Path | None = None,
+    compress: bool = False,
     limits: Limits = Limits(),
     progress: Progress | None = None,
 ) -> Report:
@@ -109,8 +110,8 @@ def create(
     Raise SnapshotError; the engine then runs and was resumed, and there is no artifact. The one
     exception is the code `snapshot.resume`: the engine could not be resumed and has to be started
     anew. `notes` are kept in the manifest, `weights` in flat files. `plugins` is the folder of
-    criu's plug-ins where the engine is on a GPU, None where it is on the CPU. `progress` follows
-    the checksums.
+    criu's plug-ins where the engine is on a GPU, None where it is on the CPU. With `compress` its
+    memory is kept in LZ4. `progress` follows the checksums.
     """
     clock = Clock()
     with clock.step("check"):
@@ -141,6 +142,10 @@ def create(
         with clock.step("weights"):
             for item in weights:
                 store.flat.write(item)
+        by_process = images.measure_by_process(draft.folder / IMAGES)
+        if compress:
+            with clock.step("compress"):
+                compression.compress(draft.folder / IMAGES)
         with clock.step("checksums"):
             files = describe_files(draft.folder, progress)
         statistics = criu.parse_statistics(outcome.output)
@@ -157,7 +162,7 @@ def create(
             shm=findings.shm,
             files=files,
             bytes_by_kind=_by_kind(files),
-            bytes_by_process=images.measure_by_process(draft.folder / IMAGES),
+            bytes_by_process=by_process,
             timings={**clock.timings, "pause": pause_s},
             canary=canary,
             notes=dict(notes or {}),

@@ -17,7 +17,7 @@ def measure_by_kind(sizes: dict[str, int]) -> dict[str, int]:
     """Given bytes by file name, return bytes by kind: `pages-1.img` is of kind `pages`."""
     kinds: dict[str, int] = {}
     for name, size in sizes.items():
-        kind = re.sub(r"(-[0-9a-fx]+)*\.img$", "", Path(name).name)
+        kind = re.sub(r"(-[0-9a-fx]+)*\.img(\.lz4)?$", "", Path(name).name)
         kinds[kind] = kinds.get(kind, 0) + size
     return dict(sorted(kinds.items(), key=lambda item: -item[1]))
 

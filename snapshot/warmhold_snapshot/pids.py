@@ -8,10 +8,11 @@ processes of a new container use up the low numbers; an engine that starts above
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import SnapshotError
 
@@ -36,17 +37,40 @@ class Process:
         return {self.pid, self.group, self.session, *self.threads} - {0}
 
 
-def read_process(pid: int, proc: Path = PROC) -> Process | None:
-    """Given a PID, return the process, or None where it has ended; a zombie still has its id."""
+class Stat(NamedTuple):
+    """What /proc/PID/stat says of a process; `start_ticks` are clock ticks since boot."""
+
+    name: str
+    parent: int
+    group: int
+    session: int
+    start_ticks: int
+    ended: bool  # a zombie: it still has its id
+
+
+def read_stat(pid: int, proc: Path = PROC) -> Stat | None:
+    """Given a PID, return what the kernel says of it, or None where there is no such process.
+    Source: proc(5)."""
     try:
         stat = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-        threads = tuple(sorted(int(entry.name) for entry in (proc / str(pid) / "task").iterdir()))
     except OSError:
         return None
     name, _, rest = stat.partition("(")[2].rpartition(")")
     fields = rest.split()
     parent, group, session = (int(field) for field in fields[1:4])
-    return Process(pid, parent, group, session, name, int(fields[19]), threads)
+    return Stat(name, parent, group, session, int(fields[19]), fields[0] in "ZX")
+
+
+def read_process(pid: int, proc: Path = PROC) -> Process | None:
+    """Given a PID, return the process, or None where it has ended; a zombie still has its id."""
+    stat = read_stat(pid, proc)
+    try:
+        threads = tuple(sorted(int(entry.name) for entry in (proc / str(pid) / "task").iterdir()))
+    except OSError:
+        return None
+    if stat is None:
+        return None
+    return Process(pid, stat.parent, stat.group, stat.session, stat.name, stat.start_ticks, threads)
 
 
 def read_all(proc: Path = PROC) -> list[Process]:
@@ -62,15 +86,24 @@ def read_tree(root_pid: int, proc: Path = PROC) -> tuple[Process, ...]:
     if root_pid not in processes:
         remedy = "see `warmhold status`: the engine may be starting or stopped"
         raise SnapshotError("snapshot.no-process", f"no process {root_pid}", remedy)
+    below = find_below(root_pid, {pid: process.parent for pid, process in processes.items()})
+    return tuple(processes[pid] for pid in (root_pid, *below))
+
+
+def find_below(root_pid: int, parents: Mapping[int, int]) -> list[int]:
+    """Given a root and each process's parent, return the root's descendants, every one of them
+    after its parent. They were read one by one: where a number was given out anew meanwhile,
+    parents may form a ring."""
     children: dict[int, list[int]] = {}
-    for process in processes.values():
-        children.setdefault(process.parent, []).append(process.pid)
-    found, queue = [root_pid], [root_pid]
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    found: list[int] = []
+    queue = [root_pid]
     while queue:
-        below = sorted(children.get(queue.pop(), []))
+        below = sorted({*children.pop(queue.pop(), ())} - {root_pid})
         found += below
         queue += below
-    return tuple(processes[pid] for pid in found)
+    return found
 
 
 def collect_ids(tree: Iterable[Process]) -> set[int]:
@@ -146,23 +179,25 @@ def raise_cursor(above: int, most: int = 20_000) -> int:
     raise SnapshotError("snapshot.pid-range", detail, remedy)
 
 
-def kill(process: Process) -> bool:
-    """Given a process, kill it if it still is the same one; tell whether it was."""
+def send_signal(pid: int, start_ticks: int, signum: int) -> bool:
+    """Given a PID, its start and a signal, send it if that still is the same process and has not
+    ended; tell whether it was sent."""
     import signal
 
     try:
-        fd = os.pidfd_open(process.pid)
+        fd = os.pidfd_open(pid)
     except OSError:
         return False
     try:
-        now = read_process(process.pid)
-        if now is None or now.start_ticks != process.start_ticks:
+        now = read_stat(pid)
+        if now is None or now.ended or now.start_ticks != start_ticks:
             return False
-        with suppress(OSError):
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-        return True
+        signal.pidfd_send_signal(fd, signum)
+    except OSError:
+        return False
     finally:
         os.close(fd)
+    return True
 
 
 def _use_one_up() -> int:

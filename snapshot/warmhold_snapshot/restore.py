@@ -7,14 +7,16 @@ wait for the root as for a process of its own. Source: prctl(2), criu(8).
 
 import ctypes
 import os
+import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import criu, pids, shm
-from .artifact import IMAGES, Store
+from . import compression, criu, pids, shm
+from .artifact import DRAFT, IMAGES, Store
 from .checksum import Progress
 from .clock import Clock
 from .errors import SnapshotError
@@ -70,7 +72,9 @@ def restore(
     """
     clock = Clock()
     _require_subreaper()
-    with store.using(name) as folder, locked(shm.FOLDER, ALONE, _BUSY) as lock_fd:
+    with ExitStack() as held:
+        folder = held.enter_context(store.using(name))
+        locks = [held.enter_context(locked(shm.FOLDER, ALONE, _BUSY))]
         with clock.step("verify"):
             manifest = store.read(name)
             if identity is not None:
@@ -79,13 +83,19 @@ def restore(
         with clock.step("collisions"):
             _require_free(manifest, limits.free_s)
             _require_files(manifest)
+        images = folder / IMAGES
+        if compression.is_compressed(images):
+            with clock.step("expand"):
+                given = compression.expanded(images, store.folder, f"{DRAFT}{name}-")
+                images, lock_fd = held.enter_context(given)
+                locks.append(lock_fd)
         with clock.step("shm"):
             shm.put_back(manifest.shm, folder / PACK)
         try:
             with clock.step("criu"):
-                given = [stdout_fd, stdout_fd if stderr_fd is None else stderr_fd]
-                inherit = dict(zip(manifest.stdio, given, strict=False))
-                pid, pidfd = _restore(manifest, folder, inherit, lock_fd, limits, plugins)
+                fds = [stdout_fd, stdout_fd if stderr_fd is None else stderr_fd]
+                inherit = dict(zip(manifest.stdio, fds, strict=False))
+                pid, pidfd = _restore(manifest, folder, images, inherit, locks, limits, plugins)
         except BaseException:
             shm.remove(manifest.shm)
             raise
@@ -113,18 +123,19 @@ def wait_for_others(timeout_s: float) -> bool:
 def _restore(
     manifest: Manifest,
     folder: Path,
+    images: Path,
     inherit: Mapping[int, int],
-    lock_fd: int,
+    locks: Sequence[int],
     limits: Limits,
     plugins: Path | None,
 ) -> tuple[int, int]:
     pidfile = folder / _PIDFILE
     pidfile.unlink(missing_ok=True)
-    argv = criu.build_restore_argv(folder / IMAGES, folder, pidfile, inherit, plugins)
+    argv = criu.build_restore_argv(images, folder, pidfile, inherit, plugins)
     known = {(process.pid, process.start_ticks) for process in pids.read_all()}
     try:
-        # criu holds the lock too: a caller that is killed meanwhile leaves it at work.
-        passed = sorted({*inherit.values(), lock_fd})
+        # criu holds the locks too: a caller that is killed meanwhile leaves it at work.
+        passed = sorted({*inherit.values(), *locks})
         criu.run(argv, limits.criu_s, folder / criu.RESTORE_LOG, passed)
         pid = int(pidfile.read_text())
         process = pids.read_process(pid)
@@ -153,7 +164,7 @@ def _end_tree(manifest: Manifest, known: set[tuple[int, int]]) -> None:
         if process.pid in wanted and (process.pid, process.start_ticks) not in known
     }
     for process in left.values():
-        pids.kill(process)
+        pids.send_signal(process.pid, process.start_ticks, signal.SIGKILL)
     deadline = time.monotonic() + _END_S
     while left and time.monotonic() < deadline:
         for pid in list(left):

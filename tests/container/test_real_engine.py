@@ -14,7 +14,7 @@ from stack import eventually
 
 pytestmark = pytest.mark.container
 FROM_DISK: list[object] = []
-KINDS = {"front": "vllm serve", "core": "VLLM::EngineCore", "worker": "VLLM::Worker"}
+KINDS = {"front": "vllm serve", "core": "VLLM::EngineCore"}
 
 
 def find(real: RealStack, kind: str) -> int:

@@ -14,7 +14,7 @@ from storm import Storm
 pytestmark = pytest.mark.container
 SEEN: dict[str, Any] = {}
 FOLDER = "/var/lib/warmhold/snapshots"
-KINDS = {"front": "vllm serve", "core": "VLLM::EngineCore", "worker": "VLLM::Worker"}
+KINDS = {"front": "vllm serve", "core": "VLLM::EngineCore"}
 
 
 def find(eager: Box, kind: str) -> int:
@@ -31,6 +31,11 @@ def restored(eager: RealStack, kind: str) -> dict[str, Any]:
     print(f"{kind}: {status['total_s']:.2f} s {status['phases']}")
     SEEN.setdefault("descriptors", runner_descriptors(eager))
     return status
+
+
+def core_affinity(eager: Box) -> str:
+    """The CPUs on which the thread that computes may run."""
+    return eager.run("grep", "Cpus_allowed_list", f"/proc/{find(eager, 'core')}/status")[1]
 
 
 def zombies(eager: Box) -> str:
@@ -53,6 +58,7 @@ def test_a_serving_engine_is_snapshotted_and_goes_on(eager: RealStack) -> None:
     SEEN["answers"], SEEN["tree"] = eager.answers(), set(eager.tree())
     SEEN["many"] = eager.complete_many(200, 16)
     SEEN["shm"] = len(eager.shm_files())
+    SEEN["affinity"] = core_affinity(eager)
     SEEN["anonymous"] = eager.anonymous_bytes()
     code, text = eager.run("snapshot", "create", "--name", "one", "--json")
     assert code == 0, text + eager.log()[-6000:]
@@ -72,6 +78,7 @@ def test_a_killed_engine_is_restored(eager: RealStack, kind: str) -> None:
     assert status["phases"]["unaccounted"] < 0.05 * status["total_s"]
     assert status["weights"]["bytes"] == sum(row["bytes"] for row in eager.vault())
     assert eager.answers() == SEEN["answers"]
+    assert core_affinity(eager) == SEEN["affinity"]
 
 
 def test_its_log_goes_on(eager: RealStack) -> None:

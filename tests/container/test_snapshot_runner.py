@@ -34,9 +34,10 @@ def state(engine: DockerClient) -> Iterator[Volume]:
 def serve(state: Volume, run_fake: Run) -> Run:
     """Run the image with the rights and a state volume of its own."""
 
-    def run(*command: str, **options: object) -> Box:
+    def run(*command: str, compress: bool = False, **options: object) -> Box:
         options.setdefault("volumes", {state.name: {"bind": "/var/lib/warmhold", "mode": "rw"}})
         environment = {"FAKE_VLLM_DUMPABLE": "1", "WARMHOLD_SNAPSHOT": "manual"}
+        environment["WARMHOLD_SNAPSHOT_COMPRESS"] = str(compress).lower()
         rights = {"cap_add": RIGHTS, "security_opt": ["seccomp=unconfined"]}
         box = run_fake(*command, environment=environment, **rights, **options)
         box.wait_ready()
@@ -80,9 +81,10 @@ def require_no_leak(before: dict[str, int], after: dict[str, int]) -> None:
     assert after == {name: value for name, value in before.items() if name != "rss_kib"}
 
 
+@pytest.mark.parametrize("compress", [False, True], ids=["plain", "lz4"])
 @pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.full)])
-def test_restores_one_after_the_other(serve: Run, count: int) -> None:
-    box = serve()
+def test_restores_one_after_the_other(serve: Run, count: int, compress: bool) -> None:
+    box = serve(compress=compress)
     create(box)
     tree = set(box.tree())
     restore(box)
@@ -114,7 +116,7 @@ def test_new_containers(serve: Run, state: Volume, count: int) -> None:
 @pytest.mark.parametrize("points", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_kills_at_any_moment(serve: Run, points: int) -> None:
     """Of whatever takes part, while a snapshot is made and while one is restored."""
-    box = serve()
+    box = serve(compress=True)
     create(box)
     seen = []
     for victim in VICTIMS:

@@ -42,6 +42,7 @@ def request(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     return {
         **{"pid": 1, "name": "one", "folder": str(tmp_path / "snapshots"), "identity": {}},
         **{"vault": "v", "weights": "flat", "plugins": "", "other_uid": False, "prune": ""},
+        "compress": False,
         **changes,
     }
 

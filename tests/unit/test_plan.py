@@ -433,9 +433,18 @@ def test_argv_of_the_demo() -> None:
         "--shutdown-timeout": "30",
         "--disable-access-log-for-endpoints": "/health,/metrics",
         "--kv-cache-memory-bytes": str(ROOMY_KV),
+        "--distributed-executor-backend": (
+            "warmhold_wcache.vllm_plugin.one_process.OneProcessExecutor"
+        ),
         "--load-format": "warmhold",
         "--model-loader-extra-config": '{"file": "/run/warmhold/loader.json", "source": "auto"}',
     }
+
+
+@pytest.mark.parametrize("words", ["-tp 2", "-dp 2 --api-server-count 1", "-pp 2"])
+def test_several_workers_have_processes_of_their_own(words: str) -> None:
+    plan = decide(settings(*words.split()), facts(numa_nodes=2))
+    assert all("--distributed-executor-backend" not in item.argv for item in plan.attempts)
 
 
 @pytest.mark.parametrize(
@@ -445,6 +454,7 @@ def test_argv_of_the_demo() -> None:
         ["--shutdown-timeout=5"],
         ["--disable-access-log-for-endpoints", "/x"],
         ["--kv-cache-memory-bytes", "1073741824"],
+        ["--distributed-executor-backend", "mp"],
         ["--hf-overrides", '{"a":\n "% $HOME ; # \\""}'],
     ],
 )

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from warmhold_snapshot import check, create, criu, cuda, hook
+from warmhold_snapshot import check, compression, create, criu, cuda, hook
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.check import Found
 from warmhold_snapshot.errors import SnapshotError
@@ -128,6 +128,27 @@ def test_the_order(root: int, events: list[str], store: Store) -> None:
         "shm.img",
     ]
     assert {"check", "hold", "canary", "quiesce", "scan", "dump", "resume"} <= set(report.timings)
+
+
+def test_memory_in_lz4(root: int, events: list[str], store: Store) -> None:
+    report = create.create(
+        root, Recorder(events), store, "one", IDENTITY, compress=True, limits=LIMITS
+    )
+    assert [path.name for path in (report.path / "images").iterdir()] == ["pages-1.img.lz4"]
+    manifest = store.read("one")
+    store.verify(manifest)
+    assert manifest.bytes_by_kind["pages"] == report.bytes_by_kind["pages"] < 500
+    assert events[-1] == "resume" and "compress" in report.timings
+
+
+def test_no_room_for_lz4(
+    root: int, events: list[str], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression, "_LIBRARY", "libabsent.so.1")
+    with pytest.raises(SnapshotError) as caught:
+        create.create(root, Recorder(events), store, "one", IDENTITY, compress=True, limits=LIMITS)
+    assert caught.value.code == "snapshot.disk" and events[-1] == "resume"
+    assert [path.name for path in store.folder.iterdir()] == [".key"]
 
 
 def test_an_engine_on_a_gpu(

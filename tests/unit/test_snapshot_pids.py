@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process and thread ids of real processes, and of canned /proc texts."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -93,11 +94,15 @@ def test_the_cursor_is_bounded() -> None:
         pids.raise_cursor(pids.read_pid_max())
 
 
-def test_kill_is_for_the_same_process_only(child: tuple[int, int]) -> None:
-    from dataclasses import replace
-
-    process = pids.read_process(child[1])
-    assert process is not None
-    assert not pids.kill(replace(process, start_ticks=process.start_ticks + 1))
+def test_a_signal_is_for_the_same_process_only(child: tuple[int, int]) -> None:
+    stat = pids.read_stat(child[1])
+    assert stat is not None
+    assert not pids.send_signal(child[1], stat.start_ticks + 1, signal.SIGKILL)
     assert Path(f"/proc/{child[1]}/exe").exists()
-    assert pids.kill(process)
+    assert pids.send_signal(child[1], stat.start_ticks, signal.SIGKILL)
+
+
+def test_descendants_where_parents_form_a_ring() -> None:
+    parents = {2: 1, 3: 2, 1: 3, 5: 2, 7: 7, 8: 7}
+    assert pids.find_below(1, parents) == [2, 3, 5]
+    assert pids.find_below(9, parents) == []

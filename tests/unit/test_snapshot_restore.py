@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from warmhold_snapshot import criu, restore
+from warmhold_snapshot import compression, criu, restore
 from warmhold_snapshot.artifact import Store, describe_files
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.manifest import FORMAT, Manifest
@@ -42,11 +42,13 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "snapshots")
 
 
-def make(store: Store, tmp_path: Path, **changes: Any) -> Manifest:
+def make(store: Store, tmp_path: Path, compress: bool = False, **changes: Any) -> Manifest:
     needed = tmp_path / "needed"
     needed.write_bytes(b"12345")
     with store.draft("one") as draft:
         (draft.folder / "images" / "pages-1.img").write_bytes(b"p" * 5000)
+        if compress:
+            compression.compress(draft.folder / "images")
         (draft.folder / "shm.img").write_bytes(b"r" * 100)
         entry = ShmFile(RING, 8192, 0o600, os.getuid(), os.getgid(), 0, ((4096, 100),))
         remap = ShmFile(REMAP, 8192, 0o600, os.getuid(), os.getgid(), same_as=RING)
@@ -86,6 +88,8 @@ class FakeCriu:
     ) -> criu.Outcome:
         self.calls.append(list(argv))
         self.seen = [name for name in (RING, REMAP) if (FOLDER / name).exists()]
+        self.images = Path(argv[argv.index("--images-dir") + 1])
+        self.pages = (self.images / "pages-1.img").read_bytes()
         if self.error:
             raise self.error
         stdout = argv[argv.index("--inherit-fd") + 1].removeprefix("fd[").partition("]")[0]
@@ -124,6 +128,22 @@ def test_a_restore(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
     assert select.select([restored.pidfd], [], [], 10)[0]
     os.close(restored.pidfd)
     os.close(reader)
+
+
+def test_memory_in_lz4(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    make(store, tmp_path, compress=True)
+    reader, writer = os.pipe()
+    restored = restore.restore(store, "one", writer, limits=LIMITS)
+    assert fake.pages == b"p" * 5000 and not fake.images.exists()
+    assert set(restored.phases) == {"verify", "collisions", "expand", "shm", "criu"}
+    assert fake.child
+    fake.child.communicate(b"x")
+    for descriptor in (restored.pidfd, reader, writer):
+        os.close(descriptor)
+    store.verify(store.read("one"))
+    fake.error = SnapshotError("snapshot.criu", "no such file")
+    assert refusal(store).code == "snapshot.restore"
+    assert {path.name for path in store.folder.iterdir()} == {".key", "one"}
 
 
 def test_criu_fails(store: Store, fake: FakeCriu, tmp_path: Path) -> None:

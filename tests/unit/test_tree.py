@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 from warmhold_entrypoint import tree
+from warmhold_snapshot import pids
 
-PACKAGE = str(Path(tree.__file__).parents[1])
+PACKAGES = os.pathsep.join(str(Path(str(item.__file__)).parents[1]) for item in (tree, pids))
 MARK = 2_000_003_631
 # Starts two generations, the last in a session of its own; says all PIDs, then waits.
 ROOT = """
@@ -68,7 +69,7 @@ class Root(subprocess.Popen[str]):
     def __init__(self, script: str) -> None:
         super().__init__(
             [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONPATH": PACKAGE},
+            env={**os.environ, "PYTHONPATH": PACKAGES},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -110,7 +111,7 @@ def read(pid: int) -> tree.Process:
     return process
 
 
-def pids(processes: list[tree.Process]) -> list[int]:
+def numbers(processes: list[tree.Process]) -> list[int]:
     return [process.pid for process in processes]
 
 
@@ -163,7 +164,7 @@ def test_an_ended_process_gets_no_signal(child: subprocess.Popen[bytes]) -> None
 
 
 def test_descendants_are_found_whatever_their_session(root: Root) -> None:
-    assert pids(tree.find_members(root.pid)) == sorted(root.below)
+    assert numbers(tree.find_members(root.pid)) == sorted(root.below)
     assert os.getsid(root.below[1]) == root.below[1] != os.getsid(root.pid)
 
 
@@ -177,11 +178,11 @@ def test_a_marked_process_is_found_below_nobody() -> None:
     with subprocess.Popen(["sleep", "60"], extra_groups=[MARK], start_new_session=True) as process:
         found = tree.find_members()
         process.kill()
-    assert pids(found) == [process.pid]
+    assert numbers(found) == [process.pid]
 
 
 def test_the_caller_and_its_ancestors_are_never_members() -> None:
-    found = pids(tree.find_members(1))
+    found = numbers(tree.find_members(1))
     assert found
     assert not {1, os.getpid(), os.getppid()} & set(found)
 
@@ -210,7 +211,7 @@ def test_a_stopped_process_is_killed_too(root: Root) -> None:
 def test_a_subreaper_adopts_kills_and_reaps_orphans(adopting_root: Root) -> None:
     (orphan,) = adopting_root.below
     assert read(orphan).parent == adopting_root.pid
-    assert pids(tree.find_members(adopting_root.pid)) == [orphan]
+    assert numbers(tree.find_members(adopting_root.pid)) == [orphan]
     assert tree.kill_members(adopting_root.pid, 5) == []
     assert Path("/proc", str(orphan)).exists()  # a zombie, which would block a restore
     said, _ = adopting_root.communicate(timeout=5)

@@ -8,7 +8,7 @@ those for answers to its next call.
 """
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import wraps
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
-from warmhold_wcache import pages
+from warmhold_wcache import affinity, pages
 from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.vllm_plugin import residency
 
@@ -32,6 +32,8 @@ _WRITERS = (
     "start_draft_weight_update",
     "update_weights",
 )
+# The CPUs of this process's threads while it is quiesced: what is restored has none of its own.
+_BOUND: dict[int, Set[int]] = {}
 
 
 def add_worker_methods() -> None:
@@ -113,6 +115,7 @@ def _quiesce(worker: Any) -> dict[str, Any]:
         for storage in _find_caches(worker):
             pages.forget(storage.data_ptr(), storage.nbytes())
         pages.trim_heap()
+        _BOUND.update(affinity.read_affinities())
     return answer
 
 
@@ -129,8 +132,10 @@ def _find_caches(worker: Any) -> list[torch.UntypedStorage]:
 
 
 def _resume(worker: Any) -> dict[str, Any]:
-    """Map all weights again, where they were."""
+    """Map all weights again, where they were, and let threads run where they ran."""
     answer = _try_all(worker, residency.Residency.resume)
+    affinity.set_affinities(_BOUND)
+    _BOUND.clear()
     _reseed()
     return answer
 
