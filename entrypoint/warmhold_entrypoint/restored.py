@@ -38,7 +38,7 @@ from .snapshots import FOLDER, read_circumstances, split_generations
 # What may be otherwise at the next start, and what a new artifact is no answer to.
 CIRCUMSTANTIAL = (
     *("snapshot.weights-absent", "snapshot.pids-taken", "snapshot.port-taken"),
-    *("snapshot.busy", "snapshot.stopped"),
+    *("snapshot.busy", "snapshot.stopped", "snapshot.disk"),
 )
 # The artifact is sound, or gone: it gets no mark.
 _UNMARKED = (*CIRCUMSTANTIAL, "snapshot.weights-damaged")
