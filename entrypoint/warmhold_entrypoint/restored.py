@@ -174,9 +174,10 @@ class Restoration:
         self._close("image", "weights")
         self._split_image(restored.phases)
         engine = ControlledEngine(wish.control)
-        engine.resume()
+        engine.map_weights()
         self._close("weights", "canary")
         engine.require_canary(restored.manifest.canary)
+        engine.resume()  # clients have waited: nobody is answered by an engine that is not proved
         self._tell_weights(engine, restored)
         clear_mark(store.path(wish.name))
         self._close("canary", "first_token")

@@ -57,6 +57,10 @@ class ControlledEngine:
         """Give the weights back."""
         self._client.quiesce(self._drain_s)
 
+    def map_weights(self) -> None:
+        """Map the weights, and let nobody in yet."""
+        self._client.resume(_RESUME_S, serve=False)
+
     def resume(self) -> None:
         """Map the weights and serve."""
         self._client.resume(_RESUME_S)

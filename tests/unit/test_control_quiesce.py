@@ -188,6 +188,22 @@ async def test_a_held_engine_answers_canaries_and_nobody_else(tmp_path: Path) ->
 
 
 @on_loop
+async def test_weights_may_be_mapped_before_anybody_is_let_in(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stand:
+        assert (await stand.ask(verb="quiesce"))["quiesced"] is True
+        answer = await stand.ask(verb="resume", serve=False)
+        assert (answer["quiesced"], answer["workers"]) == (False, [WORKER])
+        assert (await stand.ask(verb="state"))["phase"] == "held"
+        assert stand.gate.is_shut and stand.engine.is_shut_out
+        assert (await stand.ask(verb="canary"))["token"] == 7
+        assert (await stand.ask(verb="resume"))["ok"]
+        assert not stand.gate.is_shut and not stand.engine.is_shut_out
+        assert stand.engine.calls.count("warmhold_resume") == 1
+        assert (await stand.ask(verb="resume", serve=False))["ok"]
+        assert not stand.gate.is_shut, "one that serves goes on"
+
+
+@on_loop
 async def test_a_held_engine_is_let_go(tmp_path: Path) -> None:
     async with serving(tmp_path) as stand:
         assert (await stand.ask(verb="hold"))["ok"]

@@ -63,10 +63,10 @@ class ControlClient:
         """
         return self._ask("quiesce", drain_s, drain_s + 2 * WORKERS_S)
 
-    def resume(self, limit_s: float = RESUME_S) -> dict[str, Any]:
-        """Given a limit in seconds, map the weights again and serve. Return quiesced, seconds (map)
-        and workers. An engine that serves is fine."""
-        return self._ask("resume", limit_s, limit_s)
+    def resume(self, limit_s: float = RESUME_S, serve: bool = True) -> dict[str, Any]:
+        """Given a limit in seconds, map the weights again and serve, or stay held. Return quiesced,
+        seconds (map) and workers. An engine that serves is fine, and goes on."""
+        return self._ask("resume", limit_s, limit_s, serve=serve)
 
     def state(self, limit_s: float = STATE_S) -> dict[str, Any]:
         """Given a limit in seconds, return phase (serving, quiescing, held or quiesced), quiesced,

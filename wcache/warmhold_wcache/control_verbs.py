@@ -46,7 +46,7 @@ _EDGES = {
     Phase.SERVING: {Phase.QUIESCING},
     Phase.QUIESCING: {Phase.HELD, Phase.QUIESCED, Phase.SERVING},
     Phase.HELD: {Phase.QUIESCING, Phase.SERVING},
-    Phase.QUIESCED: {Phase.SERVING},
+    Phase.QUIESCED: {Phase.HELD},
 }
 
 
@@ -79,7 +79,7 @@ class Control:
             case "quiesce":
                 return await self.quiesce(read_limit(body, DRAIN_S))
             case "resume":
-                return await self.resume(read_limit(body, RESUME_S))
+                return await self.resume(read_limit(body, RESUME_S), read_flag(body, "serve", True))
             case "state":
                 return await self.state(read_limit(body, STATE_S))
         raise malformed("no such verb; there are canary, hold, quiesce, resume, state")
@@ -174,10 +174,11 @@ class Control:
         seconds = {"drain": round(drained - began, 4), "unmap": _since(drained)}
         return {"ok": True, "quiesced": True, "seconds": seconds, "workers": workers}
 
-    async def resume(self, limit_s: float) -> Answer:
-        """Given a limit, map the weights again and serve; return seconds (map) and each worker's
-        state. Goes on to its end though its client goes away."""
-        task = asyncio.ensure_future(self._resume(limit_s))
+    async def resume(self, limit_s: float, serve: bool = True) -> Answer:
+        """Given a limit, map the weights again, and serve; else the engine stays held, and canaries
+        alone are answered. Return seconds (map) and each worker's state. Goes on to its end though
+        its client goes away."""
+        task = asyncio.ensure_future(self._resume(limit_s, serve))
         self._resuming.add(task)
         task.add_done_callback(self._end_resume)
         return await asyncio.shield(task)
@@ -255,20 +256,19 @@ class Control:
         await self._let_in()
         self._advance(Phase.SERVING, f"quiesce undone: {error!r}")
 
-    async def _resume(self, limit_s: float) -> Answer:
+    async def _resume(self, limit_s: float, serve: bool) -> Answer:
         began = _now()
         deadline = began + limit_s
         await self._take_lock(deadline)
         try:
             workers: list[Answer] = []
-            if self._phase is Phase.HELD:
-                await self._let_in()
-                self._advance(Phase.SERVING, "let go")
-            elif self._phase is not Phase.SERVING:
+            if self._phase is Phase.QUIESCED:
                 workers = await ask_workers(self._engine, "resume", deadline)
                 await ask(self._engine, self._engine.unpause(), deadline)
+                self._advance(Phase.HELD, "mapped")
+            if serve and self._phase is Phase.HELD:
                 await self._let_in()
-                self._advance(Phase.SERVING, "resumed")
+                self._advance(Phase.SERVING, "let go")
         finally:
             self._lock.release()
         seconds = {"map": _since(began)}

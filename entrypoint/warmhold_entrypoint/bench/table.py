@@ -6,7 +6,7 @@ from rich.table import Table
 
 from .result import BASELINE, TIMES, Result, Row
 
-_MOST_PHASES = 4
+_MOST_PHASES = 6
 _MIB = 1 << 20
 
 
@@ -15,11 +15,14 @@ def print_table(result: Result, console: Console) -> None:
     table = Table(title=f"start → first token, {result.model}", title_justify="left")
     for name in ("start", "median", "best - worst", "n", f"{TIMES} faster than {BASELINE}"):
         table.add_column(name, justify="left" if name == "start" else "right", no_wrap=True)
-    table.add_column("where the median's time went", overflow="fold")
     for row in result.rows:
-        style = None if row.median_s is not None else "red"
-        table.add_row(*build_cells(row), style=style)
+        table.add_row(*build_cells(row), style=None if row.median_s is not None else "red")
     console.print(table)
+    for row in result.rows:
+        if row.median_s is not None:
+            longest = sorted(row.phases.items(), key=lambda item: -item[1])[:_MOST_PHASES]
+            phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest)
+            console.print(f"{row.name}: {phases}", markup=False, soft_wrap=True)
     if result.snapshot:
         made = result.snapshot
         console.print(
@@ -45,10 +48,8 @@ def print_table(result: Result, console: Console) -> None:
 def build_cells(row: Row) -> list[str]:
     """Given a row, return its cells as text."""
     if row.median_s is None:
-        return [row.name, "failed", "-", f"0 of {row.count}", "-", "; ".join(row.faults)]
+        return [row.name, "failed", "-", f"0 of {row.count}", "-"]
     count = str(row.count) if not row.failed else f"{row.count - row.failed} of {row.count}"
     span = f"{row.best_s:.2f} - {row.worst_s:.2f}"
     ratio = f"{row.speedup:.1f}" if row.speedup else "-"
-    longest = sorted(row.phases.items(), key=lambda item: -item[1])[:_MOST_PHASES]
-    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest)
-    return [row.name, f"{row.median_s:.2f} s", span, count, ratio, phases]
+    return [row.name, f"{row.median_s:.2f} s", span, count, ratio]
