@@ -124,7 +124,7 @@ def create(
         Scan(tuple(before_quiesce)).require_clean("at all")
     with store.draft(name) as draft:
         began = time.monotonic()
-        with _paused(engine, clock):
+        with cuda.awake(plugins), _paused(engine, clock):
             with clock.step("hold"):
                 _ask(engine.hold)
             with clock.step("canary"):

@@ -10,7 +10,9 @@ Sources: plugins/cuda/cuda_plugin.c and criu/files.c of CRIU 4.2.
 import hashlib
 import re
 import shutil
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 PLUGIN, PROGRAM = "cuda_plugin.so", "cuda-checkpoint"
@@ -22,6 +24,7 @@ FREEZE_S = 60
 # when it checkpoints. Others of its files are for what cannot be taken along (memory shared between
 # hosts, displays).
 _DEVICE = re.compile(r"/dev/nvidia(\d+|ctl|-uvm|-uvm-tools|-caps/nvidia-cap\d+)")
+_RELEASE_S = 2.0
 _LEFT = re.compile(r"Can't dump file .*\(chr 195:|/dev/nvidia")
 _REFUSED = re.compile(r"(PAUSE|CHECKPOINT)_DEVICES failed with")
 
@@ -41,6 +44,43 @@ def find_missing(plugins: Path) -> str:
 def digest_plugin(plugins: Path) -> str:
     """Given the folder of criu's plug-ins, return a digest of the one for CUDA; raise OSError."""
     return hashlib.sha256((plugins / PLUGIN).read_bytes()).hexdigest()[:16]
+
+
+@contextmanager
+def awake(plugins: Path | None) -> Iterator[None]:
+    """Given the folder of criu's plug-ins (None: no GPU is involved), keep the driver awake within:
+    each call of the plug-in's would wake it anew while an engine's processes are all checkpointed.
+
+    What is only quicker may fail: where the driver cannot be held, nothing is.
+    """
+    holder = None if plugins is None else _hold()
+    try:
+        yield
+    finally:
+        if holder is not None:
+            _release(holder)
+
+
+def _hold() -> "subprocess.Popen[bytes] | None":
+    try:
+        return subprocess.Popen(
+            [PROGRAM, "--hold"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError:
+        return None
+
+
+def _release(holder: "subprocess.Popen[bytes]") -> None:
+    assert holder.stdin is not None
+    holder.stdin.close()
+    try:
+        holder.wait(_RELEASE_S)
+    except subprocess.TimeoutExpired:
+        holder.kill()
+        holder.wait()
 
 
 def explain(lines: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import criu, pids, shm
+from . import criu, cuda, pids, shm
 from .artifact import IMAGES, Store
 from .checksum import Progress
 from .clock import Clock
@@ -70,7 +70,11 @@ def restore(
     """
     clock = Clock()
     _require_subreaper()
-    with store.using(name) as folder, locked(shm.FOLDER, ALONE, _BUSY) as lock_fd:
+    with (
+        store.using(name) as folder,
+        locked(shm.FOLDER, ALONE, _BUSY) as lock_fd,
+        cuda.awake(plugins),  # wakes up while bytes are verified
+    ):
         with clock.step("verify"):
             manifest = store.read(name)
             if identity is not None:

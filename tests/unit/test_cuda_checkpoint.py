@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program `cuda-checkpoint` as CRIU's plug-in runs it, over a driver without a GPU."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -83,6 +84,47 @@ def test_a_process_that_has_not_loaded_the_driver_is_not_asked_about(run: Run) -
         done = run("--get-restore-tid", "--pid", str(child.pid))
         child.kill()
     assert (done.returncode, done.stdout) == (1, f"process {child.pid} has not mapped libcuda\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [("0", 1), ("2", 0)])
+def test_a_process_that_uses_no_gpu_is_left_out(
+    run: Run, library: Path, state: Path, number: str, code: int
+) -> None:
+    """It has loaded the driver's library, runs, and has none of its files open. Nor has one that is
+    checkpointed."""
+    state.write_text(number)
+    text = "import ctypes, sys; ctypes.CDLL('libcuda.so.1'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", text],
+        env={"LD_LIBRARY_PATH": str(library)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        done = run("--get-restore-tid", "--pid", str(child.pid))
+        child.communicate()
+    said = [f"{child.pid + 7}\n", f"process {child.pid} uses no GPU\n"][code]
+    assert (done.returncode, done.stdout) == (code, said)
+
+
+def test_who_has_a_gpus_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda_checkpoint.lacks_device(os.getpid())
+    assert not cuda_checkpoint.lacks_device(int(NOBODY))  # nobody knows
+    monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidiactl")
+    assert not cuda_checkpoint.lacks_device(os.getpid())
+
+
+def test_the_driver_is_held_until_stdin_ends(library: Path, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-IS", cuda_checkpoint.__file__, "--hold"],
+        env={"LD_LIBRARY_PATH": str(library)},
+        stdin=subprocess.PIPE,
+    ) as holder:
+        with pytest.raises(subprocess.TimeoutExpired):
+            holder.wait(0.2)
+        holder.communicate()
+    assert holder.returncode == 0
+    assert call(tmp_path, tmp_path, "--hold").returncode == 2
 
 
 def test_help_is_what_the_plugin_looks_for(library: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -138,9 +139,19 @@ def test_an_engine_on_a_gpu(
     monkeypatch.setattr(criu, "run", lambda argv, *rest: argvs.append(argv) or run(argv, *rest))
     (tmp_path / "cuda_plugin.so").write_bytes(b"")
     monkeypatch.setattr(cuda.shutil, "which", lambda name: f"/bin/{name}")
+
+    @contextmanager
+    def awake(plugins: Path | None) -> Iterator[None]:
+        assert plugins == tmp_path
+        events.append("awake")
+        yield
+        events.append("asleep")
+
+    monkeypatch.setattr(cuda, "awake", awake)
     create.create(root, Recorder(events), store, "one", IDENTITY, plugins=tmp_path, limits=LIMITS)
     (argv,) = argvs
     assert argv[argv.index("--libdir") + 1] == str(tmp_path)
+    assert events.index("awake") < events.index("hold") and events[-2:] == ["resume", "asleep"]
     events.append("dump fails")
     with pytest.raises(SnapshotError) as caught:
         create.create(root, Recorder(events), store, "two", IDENTITY, plugins=tmp_path)

@@ -2,6 +2,7 @@
 """What differs for an engine on a GPU: descriptors, criu's argv, a point, and why a dump failed."""
 
 import stat
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,3 +98,36 @@ def test_the_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_identity_tells_a_gpu() -> None:
     assert identity.is_on_gpu({"gpu.uuid": "u", "kernel": "k"})
     assert not identity.is_on_gpu({"kernel": "k", "version.gpu": "x"})
+
+
+def write_program(folder: Path, text: str) -> None:
+    program = folder / cuda.PROGRAM
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+
+
+def test_the_driver_is_kept_awake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    write_program(tmp_path, f'echo "$@" >{tmp_path}/began; cat; touch {tmp_path}/ended')
+    with cuda.awake(None):
+        pass
+    assert not (tmp_path / "began").exists()
+    with pytest.raises(KeyError), cuda.awake(tmp_path):
+        while not (tmp_path / "began").exists():
+            time.sleep(0.01)
+        assert not (tmp_path / "ended").exists()
+        raise KeyError
+    assert (tmp_path / "began").read_text() == "--hold\n"
+    assert (tmp_path / "ended").exists()
+
+
+@pytest.mark.parametrize("text", ["exit 2", "exec sleep 60", None])
+def test_a_driver_that_cannot_be_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    monkeypatch.setattr(cuda, "_RELEASE_S", 0.1)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    if text is not None:
+        write_program(tmp_path, text)
+    with cuda.awake(tmp_path):
+        pass
