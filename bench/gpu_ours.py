@@ -73,7 +73,7 @@ def restart(job: Job, mode: str) -> dict[str, Any]:
     if status["mode"] != mode:
         raise RuntimeError(f"{mode} was wanted, it is {status['mode']}: {status['rejections']}")
     found = {"first_token_s": round(seconds, 3), "runner_s": round(status["total_s"], 3)}
-    equal = job.equal(job.stack.answers())
+    equal = job.equal(job.stack.ask_all())
     return {**found, **describe(status), "stopped_mib": stopped_mib, "equal": equal}
 
 
@@ -86,7 +86,7 @@ def create(job: Job) -> dict[str, Any]:
     made: dict[str, Any] = json.loads(out)
     after = job.stack.wait_ready(1, 60)
     kept = ("pause_s", "frozen_s", "image_bytes", "bytes_by_process", "seconds")
-    equal = job.equal(job.stack.answers())
+    equal = job.equal(job.stack.ask_all())
     same = after["pid"] == pid
     return {**{name: made[name] for name in kept}, "same_engine": same, "equal": equal}
 
@@ -108,7 +108,7 @@ def show_processes(job: Job) -> list[list[Any]]:
 def measure_ours(table: Table, job: Job) -> None:
     """Our rows of a size whose engine serves."""
     size, counts = job.size, COUNTS[job.size]
-    job.equal(job.stack.answers())
+    job.equal(job.stack.ask_all())
     table.fill(f"{size} live snapshot", 1, lambda: create(job))
     if table.lacks(f"{size} snapshot", counts["snapshot"]) and not has_snapshot(job):
         table.say(f"{size}: {create(job)}")

@@ -44,7 +44,7 @@ def begin(table: Table, job: Job, beside: int, pool: ThreadPoolExecutor) -> None
     make_model(table, job)
     warming = [pool.submit(warm_upstream, table, job)] if job.compared else []
     if lacks_ours(table, job):
-        job.stack.boot(ENGINE)
+        job.stack.start(ENGINE)
         status = job.stack.wait_ready(1, 420)
         value = {"runner_s": status["total_s"], "beside": beside, **describe(status)}
         if table.lacks(f"{job.size} first start"):
@@ -118,7 +118,9 @@ def main() -> None:
     jobs = []
     for index, size in enumerate(given.sizes):
         folder, gpu, model = given.folder / size, index % given.gpus, given.models / size
-        environment = build_environment(folder, str(model), gpu, tools, criu)
+        more = {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        more |= {} if criu is None else {"CRIU_CUDA_PLUGIN_DIR": str(criu / "plugins")}
+        environment = build_environment(folder, str(model), tools, **more)
         stack = Stack(environment, given.out / f"{size}.log", 8100 + index)
         upstream = Upstream(folder, str(model), gpu, 8200 + index)
         compared = size in given.upstream.split(",")
@@ -132,7 +134,7 @@ def main() -> None:
             if error := start.exception():
                 table.say(f"FAILED {job.size} did not start: {error!r}"[-6000:])
         for job in jobs:
-            if job.stack.is_booted and lacks_ours(table, job):
+            if job.stack.is_running and lacks_ours(table, job):
                 measure_ours(table, job)
             job.stack.stop()
         for job in jobs:

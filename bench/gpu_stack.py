@@ -14,12 +14,12 @@ from typing import Any
 from gpu_client import KEY, Answer, ask_all, wait_answer
 from gpu_machine import PACKAGES, wait_until
 
+PORT = 8123
 
-def build_environment(
-    folder: Path, model: str, gpu: int, tools: list[str], criu: Path | None
-) -> dict[str, str]:
-    """Given the folder of everything, the model, the GPU's number, and the tools with the folder of
-    criu, return the product's environment."""
+
+def build_environment(folder: Path, model: str, tools: list[str], **more: str) -> dict[str, str]:
+    """Given the folder of everything, the model, the tools and more variables, return the product's
+    environment."""
     programs, points = tools
     paths = [*PACKAGES, points, *os.environ.get("PYTHONPATH", "").split(":")]
     return {
@@ -27,7 +27,6 @@ def build_environment(
         "PATH": f"{programs}:{os.environ['PATH']}",
         "PYTHONPATH": ":".join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
-        "CUDA_VISIBLE_DEVICES": str(gpu),
         "WARMHOLD_MODEL": model,
         "WARMHOLD_STATE_DIR": str(folder / "state"),
         "WARMHOLD_RUN_DIR": str(folder / "run"),
@@ -38,20 +37,20 @@ def build_environment(
         "WARMHOLD_READY_TIMEOUT_S": "400",
         "WARMHOLD_MAX_FAILURES": "2",
         "WARMHOLD_LOG_LEVEL": "debug",
-        **({} if criu is None else {"CRIU_CUDA_PLUGIN_DIR": str(criu / "plugins")}),
+        **more,
     }
 
 
 class Stack:
     """One running product with its log; it answers on `port`."""
 
-    def __init__(self, environment: dict[str, str], log: Path, port: int) -> None:
+    def __init__(self, environment: dict[str, str], log: Path, port: int = PORT) -> None:
         self.environment, self.log, self.port = environment, log, port
         self.model = environment["WARMHOLD_MODEL"]
         self.run_dir = Path(environment["WARMHOLD_RUN_DIR"])
         self._process: subprocess.Popen[bytes] | None = None
 
-    def boot(self, arguments: list[str]) -> None:
+    def start(self, arguments: list[str]) -> None:
         """Given vLLM's arguments, boot; nothing is waited for."""
         for name in ("RUN", "STATE", "MODELS"):
             Path(self.environment[f"WARMHOLD_{name}_DIR"]).mkdir(parents=True, exist_ok=True)
@@ -106,12 +105,12 @@ class Stack:
                 raise RuntimeError(f"no answer: {self.status()} {self.tail()}")
         return answered - began, self.wait_ready(starts, 60)
 
-    def answers(self) -> list[Answer]:
+    def ask_all(self) -> list[Answer]:
         """The answers to all prompts."""
         return ask_all(self.port, self.model)
 
     @property
-    def is_booted(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it was booted, and goes on."""
         return self._process is not None and self._process.poll() is None
 
