@@ -37,7 +37,6 @@ class Job:
     upstream: Upstream
     gpu: int
     compared: bool  # with vLLM alone
-    first: list[Answer]
 
     @property
     def model(self) -> str:
@@ -45,10 +44,11 @@ class Job:
         return self.stack.model
 
     def equal(self, answers: list[Answer]) -> dict[str, int]:
-        """Compare with the answers of the first start."""
-        if not self.first:
-            self.first.extend(answers)
-        return compare(answers, self.first)
+        """Compare with the answers of the first start, also of an earlier run."""
+        path = self.upstream.log.with_name("answers.json")
+        if not path.exists():
+            path.write_text(json.dumps(answers))
+        return compare(answers, json.loads(path.read_text()))
 
 
 def lacks_ours(table: Table, job: Job) -> bool:

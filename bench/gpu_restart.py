@@ -124,7 +124,7 @@ def main() -> None:
         stack = Stack(environment, given.out / f"{size}.log", 8100 + index)
         upstream = Upstream(folder, str(model), gpu, 8200 + index)
         compared = size in given.upstream.split(",")
-        jobs.append(Job(size, stack, upstream, gpu, compared, []))
+        jobs.append(Job(size, stack, upstream, gpu, compared))
     with ExitStack() as ending, ThreadPoolExecutor() as pool:
         for job in jobs:
             ending.callback(job.stack.stop)

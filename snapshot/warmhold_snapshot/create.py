@@ -2,8 +2,8 @@
 """Makes a snapshot of a running engine, which goes on serving, whatever happens here.
 
 In this order: rights, scan, hold, canary, quiesce, scan, dump, resume; then, with the engine
-serving again, flat weights, checksums, manifest, rename. The engine is the caller's: this module
-only says when it is to do what.
+serving again, flat weights, zeros left out, checksums, manifest, rename. The engine is the
+caller's: this module only says when it is to do what.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from . import check, criu, cuda, hook, images
+from . import check, criu, cuda, hook, images, zeros
 from .artifact import IMAGES, Draft, Store, describe_files
 from .checksum import Progress
 from .clock import Clock
@@ -141,6 +141,8 @@ def create(
         with clock.step("weights"):
             for item in weights:
                 store.flat.write(item)
+        with clock.step("zeros"):
+            _drop_zeros(draft.folder / IMAGES)
         with clock.step("checksums"):
             files = describe_files(draft.folder, progress)
         statistics = criu.parse_statistics(outcome.output)
@@ -247,6 +249,14 @@ def _dump(
         raise SnapshotError("snapshot.dump", detail, "try again")
     (folder / hook.FINDINGS).unlink()
     return findings, outcome
+
+
+def _drop_zeros(folder: Path) -> None:
+    try:
+        zeros.drop_zeros(folder)
+    except OSError as error:
+        detail = f"the images cannot be made smaller: {error}"
+        raise SnapshotError("snapshot.disk", detail, "try again") from error
 
 
 def _read_findings(folder: Path) -> _Findings:
