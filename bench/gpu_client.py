@@ -6,6 +6,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 from gpu_machine import wait_until
@@ -37,11 +38,15 @@ def ask_all(port: int, model: str) -> list[Answer]:
     return [ask(port, model, prompt, 16) for prompt in PROMPTS]
 
 
-def wait_answer(port: int, model: str, limit_s: float) -> float | None:
+def wait_answer(
+    port: int, model: str, limit_s: float, alive: Callable[[], bool] = lambda: True
+) -> float | None:
     """Ask for one token until it comes; return when that was (monotonic), None when the limit is
-    reached."""
+    reached or who should answer is not alive."""
 
     def answered() -> float | None:
+        if not alive():
+            return -1.0
         try:
             ask(port, model, PROMPTS[0], 1, 10.0)
         except (OSError, urllib.error.URLError, ValueError):
@@ -49,7 +54,7 @@ def wait_answer(port: int, model: str, limit_s: float) -> float | None:
         return time.monotonic()
 
     found = wait_until(answered, limit_s, 0.01)
-    return None if found is None else float(found)
+    return None if found is None or found < 0 else float(found)
 
 
 def compare(answers: list[Answer], first: list[Answer]) -> dict[str, int]:

@@ -3,15 +3,16 @@
 costs to hold the weights."""
 
 import json
+import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpu_client import Answer, compare
-from gpu_machine import MIB, used_mib, wait_until
-from gpu_model import SHAPES
+from gpu_machine import used_mib
 from gpu_stack import Stack
 from gpu_table import Table
 from gpu_upstream import Upstream
@@ -19,10 +20,10 @@ from gpu_upstream import Upstream
 # How often each way to start is measured, by size: the slow ones less.
 COUNTS = {
     "1gb": {"snapshot": 3, "ipc_cache": 1, "disk": 1},
-    "16gb": {"snapshot": 3, "ipc_cache": 3, "disk": 3},
+    "16gb": {"snapshot": 3, "ipc_cache": 3, "disk": 1},
     "64gb": {"snapshot": 3, "ipc_cache": 1, "disk": 1},
 }
-ONCE = ("first start", "live snapshot", "processes", "resident")
+ONCE = ("first start", "live snapshot", "processes")
 # With the KV cache's size given vLLM measures no memory, which two engines would disturb.
 ENGINE = ["--max-model-len", "1024", "--gpu-memory-utilization", "0.2"]
 ENGINE += ["--kv-cache-memory-bytes", str(8 << 30)]
@@ -66,8 +67,10 @@ def describe(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def restart(job: Job, mode: str) -> dict[str, Any]:
-    """Stop our engine and start it; raise where it comes in another mode."""
+    """Stop our engine and start it; raise where it comes in another mode. `stopped_mib` is what the
+    GPU holds meanwhile: the weights, and what holding them costs besides."""
     job.stack.supervise("stop", "engine")
+    time.sleep(1.0)  # until the GPU has an ended process's memory back
     stopped_mib = used_mib(job.gpu)
     seconds, status = job.stack.start_engine()
     if status["mode"] != mode:
@@ -105,26 +108,37 @@ def show_processes(job: Job) -> list[list[Any]]:
     return rows
 
 
-def measure_ours(table: Table, job: Job) -> None:
-    """Our rows of a size whose engine serves."""
-    size, counts = job.size, COUNTS[job.size]
+def measure_snapshots(table: Table, job: Job, logs: Path) -> None:
+    """Rows of snapshots of a size whose engine serves; criu's logs go to a folder."""
+    size, count = job.size, COUNTS[job.size]["snapshot"]
     job.equal(job.stack.ask_all())
     table.fill(f"{size} live snapshot", 1, lambda: create(job))
-    if table.lacks(f"{size} snapshot", counts["snapshot"]) and not has_snapshot(job):
+    if table.lacks(f"{size} snapshot", count) and not has_snapshot(job):
         table.say(f"{size}: {create(job)}")
-    table.fill(f"{size} snapshot", counts["snapshot"], lambda: restart(job, "snapshot"))
+    table.fill(f"{size} snapshot", count, lambda: restart(job, "snapshot"))
     table.fill(f"{size} processes", 1, lambda: show_processes(job))
+    logs.mkdir(parents=True, exist_ok=True)
+    state = Path(job.stack.environment["WARMHOLD_STATE_DIR"])
+    for path in state.glob("snapshots/*/*.log"):
+        shutil.copy(path, logs / f"{size}-{path.name}")
+
+
+def measure_cache(table: Table, job: Job) -> None:
+    """The row of starts on resident weights; snapshots are removed for that."""
     remove = [sys.executable, "-m", "warmhold_snapshot.cli", "prune", "--keep", "0"]
     subprocess.run(remove, env=job.stack.environment, check=False, timeout=60)
-    table.fill(f"{size} ipc_cache", counts["ipc_cache"], lambda: restart(job, "ipc_cache"))
-    weights = SHAPES[size].size_bytes / MIB
-    table.fill(f"{size} resident", 1, lambda: {"weights_mib": weights, **resident(job)})
+    count = COUNTS[job.size]["ipc_cache"]
+    table.fill(f"{job.size} ipc_cache", count, lambda: restart(job, "ipc_cache"))
+
+
+def measure_disk(table: Table, job: Job) -> None:
+    """The row of starts from disk."""
 
     def from_disk() -> dict[str, Any]:
         forget_weights(job)
         return restart(job, "disk")
 
-    table.fill(f"{size} disk", counts["disk"], from_disk)
+    table.fill(f"{job.size} disk", COUNTS[job.size]["disk"], from_disk)
 
 
 def has_snapshot(job: Job) -> bool:
@@ -132,14 +146,6 @@ def has_snapshot(job: Job) -> bool:
     return any(
         (Path(job.stack.environment["WARMHOLD_STATE_DIR"]) / "snapshots").glob("*/manifest*")
     )
-
-
-def resident(job: Job) -> dict[str, Any]:
-    """MiB of the GPU in use with no engine: the weights, and what holding them costs besides."""
-    job.stack.supervise("stop", "engine")
-    value = wait_until(lambda: used_mib(job.gpu), 5)
-    job.stack.start_engine()
-    return {"used_mib": value}
 
 
 def forget_weights(job: Job) -> None:

@@ -21,7 +21,16 @@ from typing import Any
 
 from gpu_machine import MIB, PACKAGES, describe_machine, prepare_tools, used_mib
 from gpu_model import SHAPES
-from gpu_ours import COUNTS, ENGINE, Job, describe, lacks_ours, measure_ours
+from gpu_ours import (
+    COUNTS,
+    ENGINE,
+    Job,
+    describe,
+    lacks_ours,
+    measure_cache,
+    measure_disk,
+    measure_snapshots,
+)
 from gpu_stack import Stack, build_environment
 from gpu_table import Table
 from gpu_upstream import Upstream
@@ -72,12 +81,10 @@ def measure_upstream(table: Table, job: Job, plugins: Path | None) -> None:
             used = used_mib(job.gpu) - empty_mib
             return {"ready_s": seconds, "weights_mib": weights, "used_mib": used}
 
-        try:
-            table.add(f"{size} upstream preload", hold())
+        if not table.is_over() and table.measure(f"{size} upstream preload", hold):
             name = f"{size} upstream ipc_cache"
             table.fill(name, counts["ipc_cache"], lambda: serve(True))
-        finally:
-            engine.stop()
+        engine.stop()
     table.fill(f"{size} upstream disk", counts["disk"], lambda: serve(False))
     engine.stop()
     if plugins is not None and size == "1gb":
@@ -133,9 +140,13 @@ def main() -> None:
         for job, start in zip(jobs, starts, strict=True):
             if error := start.exception():
                 table.say(f"FAILED {job.size} did not start: {error!r}"[-6000:])
-        for job in jobs:
-            if job.stack.is_running and lacks_ours(table, job):
-                measure_ours(table, job)
+        running = [job for job in jobs if job.stack.is_running]
+        for job in running:
+            measure_snapshots(table, job, given.folder / "logs")
+        for measure in (measure_cache, measure_disk):
+            for job in running:
+                measure(table, job)
+        for job in running:
             job.stack.stop()
         for job in jobs:
             if job.compared:

@@ -33,15 +33,19 @@ class Table:
         for _ in range(self.lacks(name, count)):
             if self.is_over():
                 self.say(f"left for the next run: {name}")
+            if self.is_over() or not self.measure(name, measure):
                 return
-            try:
-                value = measure()
-            except Exception as error:
-                text = f"{name}: {type(error).__name__}: {error}"[-6000:]
-                self.failures.append(text)
-                self.say(f"FAILED {text}")
-                return
-            self.add(name, value)
+
+    def measure(self, name: str, measure: Callable[[], Any]) -> bool:
+        """Given a row and how a value is measured, add one; tell whether that went well."""
+        try:
+            self.add(name, measure())
+        except Exception as error:
+            text = f"{name}: {type(error).__name__}: {error}"[-6000:]
+            self.failures.append(text)
+            self.say(f"FAILED {text}")
+            return False
+        return True
 
     def is_over(self) -> bool:
         """Whether the limit has passed."""

@@ -50,8 +50,8 @@ class Upstream:
             command += ["--model-loader-extra-config", json.dumps(extra)]
         began = time.monotonic()
         process = self._spawn([*command, *arguments])
-        answered = wait_answer(self.port, self.model, 400)
-        if answered is None or process.poll() is not None:
+        answered = wait_answer(self.port, self.model, 400, lambda: process.poll() is None)
+        if answered is None:
             raise RuntimeError(f"no answer: {self.tail()}")
         return answered - began
 
