@@ -134,7 +134,7 @@ def create(
             with clock.step("scan"):
                 found = _scan_until_clean(root_pid, limits, plugins is not None)
             with clock.step("dump"):
-                findings, outcome = _dump(root_pid, draft, limits, plugins)
+                findings, outcome, users = _dump(root_pid, draft, limits, plugins)
         pause_s = time.monotonic() - began
         # Not before: until it is resumed the engine counts as not ready, and these are many bytes.
         # Their room was checked, and a dump that fails has then not cost them.
@@ -164,6 +164,7 @@ def create(
             canary=canary,
             notes=dict(notes or {}),
             weights={item.id: item.size_bytes for item in weights},
+            cuda=users,
         )
         with clock.step("publish"):
             path = store.publish(draft, manifest)
@@ -224,14 +225,17 @@ def _scan_until_clean(root_pid: int, limits: Limits, on_gpu: bool) -> Scan:
 
 def _dump(
     root_pid: int, draft: Draft, limits: Limits, plugins: Path | None
-) -> tuple[_Findings, criu.Outcome]:
+) -> tuple[_Findings, criu.Outcome, tuple[int, ...] | None]:
     before, folder = read_tree(root_pid), draft.folder
+    users = None if plugins is None else cuda.find_users([process.pid for process in before])
     try:
         with hook.script(folder, root_pid, limits.ghost_bytes, plugins is not None) as script:
             argv = criu.build_dump_argv(
                 root_pid, folder / IMAGES, folder, script, limits.ghost_bytes, plugins
             )
-            outcome = criu.run(argv, limits.dump_s, folder / criu.DUMP_LOG, [draft.lock_fd])
+            named = cuda.name_users(users)
+            log = folder / criu.DUMP_LOG
+            outcome = criu.run(argv, limits.dump_s, log, [draft.lock_fd], named)
     except SnapshotError as error:
         if reason := _read_findings(folder).error:
             raise SnapshotError(
@@ -248,7 +252,7 @@ def _dump(
         detail = "processes of the engine came or went during the dump"
         raise SnapshotError("snapshot.dump", detail, "try again")
     (folder / hook.FINDINGS).unlink()
-    return findings, outcome
+    return findings, outcome, users
 
 
 def _drop_zeros(folder: Path) -> None:

@@ -12,8 +12,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from . import cuda_checkpoint
 
 PLUGIN, PROGRAM = "cuda_plugin.so", "cuda-checkpoint"
 # What the driver brings to the host besides weights and KV cache: contexts, modules, graph pools.
@@ -32,6 +34,18 @@ _REFUSED = re.compile(r"(PAUSE|CHECKPOINT)_DEVICES failed with")
 def is_device(link: str) -> bool:
     """Given a link, tell whether it is a file that CUDA itself has open or mapped."""
     return _DEVICE.fullmatch(link) is not None
+
+
+def find_users(pids: Sequence[int], proc: Path = Path("/proc")) -> tuple[int, ...]:
+    """Given processes, return those that have a file of the driver open. A checkpointed one has
+    none: this is for before a dump."""
+    return tuple(pid for pid in pids if any(map(is_device, _read_links(proc / str(pid) / "fd"))))
+
+
+def name_users(users: Sequence[int] | None) -> dict[str, str]:
+    """Given the processes that use a GPU, or None where nobody knows, return the variable by which
+    the program `cuda-checkpoint` learns that."""
+    return {} if users is None else {cuda_checkpoint.USERS: ",".join(map(str, users))}
 
 
 def find_missing(plugins: Path) -> str:
@@ -59,6 +73,13 @@ def awake(plugins: Path | None) -> Iterator[None]:
     finally:
         if holder is not None:
             _release(holder)
+
+
+def _read_links(folder: Path) -> Iterator[str]:
+    with suppress(OSError):
+        for path in folder.iterdir():
+            with suppress(OSError):
+                yield str(path.readlink())
 
 
 def _hold() -> "subprocess.Popen[bytes] | None":

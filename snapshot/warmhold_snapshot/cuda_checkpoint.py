@@ -19,12 +19,13 @@ and, ours alone:
 A driver that no process uses takes 0.3 s to wake up, in every call: also while an engine's own
 processes are all checkpointed. Whoever dumps or restores therefore holds it.
 
-A process that has not mapped libcuda has no CUDA, and the driver is not asked for its thread. Nor
-has one that has mapped it (torch does on import), runs, and has none of the driver's files open: it
-is left out of the dump. PID may be a thread's. The plug-in reads both outputs into one buffer of
-127 bytes, so that an error says the essential first. Every call has a time limit; only a lock is
-undone by the driver when it is reached. Ends with 0, 1 (the driver refused), 2 (usage, or no driver
-that can) or 124 (the time limit).
+A process that has not mapped libcuda has no CUDA, and the driver is not asked for its thread. That
+libcuda is mapped proves little, as torch does so on import: WARMHOLD_CUDA_PIDS, where it is set,
+names the processes that use a GPU, and all others are left out of dump and restore. PID may be a
+thread's. The plug-in reads both outputs into one buffer of 127 bytes, so that an error says the
+essential first. Every call has a time limit; only a lock is undone by the driver when it is
+reached. Ends with 0, 1 (the driver refused), 2 (usage, or no driver that can) or 124 (the time
+limit).
 Sources: plugins/cuda/cuda_plugin.c of CRIU 4.2.1, cuda.h of CUDA 12.8 and 13.0.
 """
 
@@ -35,6 +36,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 LIBRARY = "libcuda.so.1"
+USERS = "WARMHOLD_CUDA_PIDS"  # separated by commas
 _STATES = ("running", "locked", "checkpointed", "failed")
 _ACTIONS = {
     "lock": "cuCheckpointProcessLock",
@@ -145,15 +147,15 @@ class Driver:
 
 def run(act: str, pid: int, limit_s: float) -> str:
     """Given what to do, do it and return what to print; raise CheckpointError."""
+    users = os.environ.get(USERS)
+    if act == "tid" and users is not None and str(pid) not in users.split(","):
+        raise CheckpointError(_REFUSED, f"process {pid} uses no GPU")
     if act == "tid" and lacks_library(pid):
         raise CheckpointError(_REFUSED, f"process {pid} has not mapped libcuda")
     driver = Driver()
     if act == "state":
         return driver.state(pid)
     if act == "tid":
-        # The driver has closed a checkpointed process's files: that one is told by its state.
-        if lacks_device(pid) and driver.state(pid) == _STATES[0]:
-            raise CheckpointError(_REFUSED, f"process {pid} uses no GPU")
         return driver.restore_tid(pid)
     return driver.act(act, pid, limit_s)
 
@@ -174,22 +176,6 @@ def lacks_library(pid: int) -> bool:
     except OSError:
         return False
     return bool(text) and "/libcuda.so" not in text
-
-
-def lacks_device(pid: int) -> bool:
-    """Given a PID, tell whether it is certain that the process has no file of the driver open."""
-    folder = f"/proc/{pid}/fd"
-    try:
-        for name in os.listdir(folder):  # noqa: PTH208 - quick
-            try:
-                link = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - quick
-            except FileNotFoundError:
-                continue
-            if link.startswith("/dev/nvidia"):
-                return False
-    except OSError:
-        return False
-    return True
 
 
 def within(limit_s: float, job: Callable[[], str]) -> str:

@@ -129,7 +129,8 @@ def _restore(
     try:
         # criu holds the lock too: a caller that is killed meanwhile leaves it at work.
         passed = sorted({*inherit.values(), lock_fd})
-        criu.run(argv, limits.criu_s, folder / criu.RESTORE_LOG, passed)
+        named = cuda.name_users(manifest.cuda)
+        criu.run(argv, limits.criu_s, folder / criu.RESTORE_LOG, passed, named)
         pid = int(pidfile.read_text())
         process = pids.read_process(pid)
         if process is None or process.parent != os.getpid():

@@ -136,7 +136,7 @@ static int go(int from, int to) {
     fprintf(file, "%d", to);
     return fclose(file);
 }
-int cuCheckpointProcessGetState(int pid, int *state) { *state = read_state(); return pid <= 0 || *state < 0 ? NOT_INITIALIZED : 0; }
+int cuCheckpointProcessGetState(int pid, int *state) { *state = read_state(); return pid != 42 || *state < 0 ? NOT_INITIALIZED : 0; }
 int cuCheckpointProcessGetRestoreThreadId(int pid, int *tid) { *tid = pid + 7; return read_state() < 0 ? NOT_INITIALIZED : 0; }
 int cuCheckpointProcessLock(int pid, const unsigned *arguments) {
     dprintf(1, "%d %u\n", pid, arguments[0]);  // the limit in ms

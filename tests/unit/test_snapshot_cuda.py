@@ -131,3 +131,12 @@ def test_a_driver_that_cannot_be_held(
         write_program(tmp_path, text)
     with cuda.awake(tmp_path):
         pass
+
+
+def test_who_has_a_gpus_file_open(tmp_path: Path) -> None:
+    for pid, link in ((7, "/dev/nvidiactl"), (8, "/dev/null"), (9, "pipe:[3]")):
+        (tmp_path / str(pid) / "fd").mkdir(parents=True)
+        (tmp_path / str(pid) / "fd" / "3").symlink_to(link)
+    assert cuda.find_users([6, 7, 8, 9], tmp_path) == (7,)
+    assert cuda.name_users((7, 12)) == {"WARMHOLD_CUDA_PIDS": "7,12"}
+    assert (cuda.name_users(()), cuda.name_users(None)) == ({"WARMHOLD_CUDA_PIDS": ""}, {})
