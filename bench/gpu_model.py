@@ -9,13 +9,15 @@ One file for each layer, in the layout of safetensors (a length, a header in JSO
 import json
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-THREADS = 8
+THREADS = 4
+SPARE_BYTES, GROWTH_S = 8 << 30, 60.0
 UNKNOWN = "w0"
 
 
@@ -123,6 +125,7 @@ def write_model(folder: Path, shape: Shape) -> None:
 def _write_file(path: Path, tensors: Mapping[str, tuple[int, ...]], seed: int) -> None:
     import torch
 
+    _wait_for_memory(2 * sum(map(count, tensors.values())))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = torch.Generator(device).manual_seed(seed)
     with path.open("wb", buffering=0) as file:
@@ -134,6 +137,17 @@ def _write_file(path: Path, tensors: Mapping[str, tuple[int, ...]], seed: int) -
             rest = memoryview(made.cpu().view(torch.int16).numpy()).cast("B")
             while rest:
                 rest = rest[file.write(rest) :]
+
+
+def _wait_for_memory(size_bytes: int) -> None:
+    """Some machines' memory grows as it is used, and more slowly than this writes: wait until there
+    is room for so many bytes besides some to spare, or for the limit."""
+    deadline = time.monotonic() + GROWTH_S
+    while time.monotonic() < deadline:
+        text = Path("/proc/meminfo").read_text().partition("MemAvailable:")[2]
+        if int(text.split()[0]) << 10 > size_bytes + SPARE_BYTES:
+            return
+        time.sleep(0.1)
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> None:
