@@ -3,6 +3,7 @@
 costs to hold the weights."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,9 @@ ONCE = ("first start", "live snapshot", "processes")
 # With the KV cache's size given vLLM measures no memory, which two engines would disturb.
 ENGINE = ["--max-model-len", "1024", "--gpu-memory-utilization", "0.2"]
 ENGINE += ["--kv-cache-memory-bytes", str(8 << 30)]
+
+
+_SECONDS = re.compile(r"(\w+)_s=([\d.]+)")
 
 
 @dataclass
@@ -70,14 +74,24 @@ def restart(job: Job, mode: str) -> dict[str, Any]:
     """Stop our engine and start it; raise where it comes in another mode. `stopped_mib` is what the
     GPU holds meanwhile: the weights, and what holding them costs besides."""
     job.stack.supervise("stop", "engine")
+    since = job.stack.log.stat().st_size
     time.sleep(1.0)  # until the GPU has an ended process's memory back
     stopped_mib = used_mib(job.gpu)
     seconds, status = job.stack.start_engine()
     if status["mode"] != mode:
         raise RuntimeError(f"{mode} was wanted, it is {status['mode']}: {status['rejections']}")
-    found = {"first_token_s": round(seconds, 3), "runner_s": round(status["total_s"], 3)}
+    found: dict[str, Any] = {"first_token_s": round(seconds, 3)}
+    found |= {"runner_s": round(status["total_s"], 3)}
+    found |= {"loader": read_loader(job.stack.log.read_bytes()[since:].decode(errors="replace"))}
     equal = job.equal(job.stack.ask_all())
     return {**found, **describe(status), "stopped_mib": stopped_mib, "equal": equal}
+
+
+def read_loader(text: str) -> dict[str, float]:
+    """Given a start's log, return the seconds that the loader, or a restored engine's mapping, says
+    its parts took."""
+    lines = [line for line in text.splitlines() if "weights mapped" in line or "total_s=" in line]
+    return {name: float(value) for name, value in _SECONDS.findall(lines[-1] if lines else "")}
 
 
 def create(job: Job) -> dict[str, Any]:

@@ -120,7 +120,8 @@ def main() -> None:
     criu = given.criu and given.criu.resolve()
     table = Table(given.out / "restarts.json", given.until)
     tools = prepare_tools(given.folder / "tools", criu)
-    table.fill("machine", 1, lambda: describe_machine(tools, criu))
+    machine = describe_machine(tools, criu)
+    table.fill("machine", 1, lambda: machine)
     plugins = criu and criu / "plugins"
     jobs = []
     for index, size in enumerate(given.sizes):
