@@ -124,7 +124,7 @@ def create(
         Scan(tuple(before_quiesce)).require_clean("at all")
     with store.draft(name) as draft:
         began = time.monotonic()
-        with cuda.awake(plugins), _paused(engine, clock):
+        with cuda.awake(plugins) as holder, _paused(engine, clock):
             with clock.step("hold"):
                 _ask(engine.hold)
             with clock.step("canary"):
@@ -134,7 +134,7 @@ def create(
             with clock.step("scan"):
                 found = _scan_until_clean(root_pid, limits, plugins is not None)
             with clock.step("dump"):
-                findings, outcome, users = _dump(root_pid, draft, limits, plugins)
+                findings, outcome, users = _dump(root_pid, draft, limits, plugins, holder)
         pause_s = time.monotonic() - began
         # Not before: until it is resumed the engine counts as not ready, and these are many bytes.
         # Their room was checked, and a dump that fails has then not cost them.
@@ -224,7 +224,7 @@ def _scan_until_clean(root_pid: int, limits: Limits, on_gpu: bool) -> Scan:
 
 
 def _dump(
-    root_pid: int, draft: Draft, limits: Limits, plugins: Path | None
+    root_pid: int, draft: Draft, limits: Limits, plugins: Path | None, holder: Mapping[str, str]
 ) -> tuple[_Findings, criu.Outcome, tuple[int, ...] | None]:
     before, folder = read_tree(root_pid), draft.folder
     users = None if plugins is None else cuda.find_users([process.pid for process in before])
@@ -233,7 +233,7 @@ def _dump(
             argv = criu.build_dump_argv(
                 root_pid, folder / IMAGES, folder, script, limits.ghost_bytes, plugins
             )
-            named = cuda.name_users(users)
+            named = {**holder, **cuda.name_users(users)}
             log = folder / criu.DUMP_LOG
             outcome = criu.run(argv, limits.dump_s, log, [draft.lock_fd], named)
     except SnapshotError as error:

@@ -8,10 +8,12 @@ Sources: plugins/cuda/cuda_plugin.c and criu/files.c of CRIU 4.2.
 """
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -61,18 +63,24 @@ def digest_plugin(plugins: Path) -> str:
 
 
 @contextmanager
-def awake(plugins: Path | None) -> Iterator[None]:
-    """Given the folder of criu's plug-ins (None: no GPU is involved), keep the driver awake within:
-    each call of the plug-in's would wake it anew while an engine's processes are all checkpointed.
+def awake(plugins: Path | None) -> Iterator[dict[str, str]]:
+    """Given the folder of criu's plug-ins (None: no GPU is involved), keep the driver awake within,
+    which each call of the plug-in's would wake anew while an engine's processes are all
+    checkpointed; yield the variable by which the calls find who holds it, and does their work.
 
     What is only quicker may fail: where the driver cannot be held, nothing is.
     """
-    holder = None if plugins is None else _hold()
-    try:
-        yield
-    finally:
-        if holder is not None:
-            _release(holder)
+    if plugins is None:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="cuda-", ignore_cleanup_errors=True) as folder:
+        variable = {cuda_checkpoint.SOCKET: f"{folder}/holder.sock"}
+        holder = _hold(variable)
+        try:
+            yield {} if holder is None else variable
+        finally:
+            if holder is not None:
+                _release(holder)
 
 
 def _read_links(folder: Path) -> Iterator[str]:
@@ -82,10 +90,11 @@ def _read_links(folder: Path) -> Iterator[str]:
                 yield str(path.readlink())
 
 
-def _hold() -> "subprocess.Popen[bytes] | None":
+def _hold(variable: Mapping[str, str]) -> "subprocess.Popen[bytes] | None":
     try:
         return subprocess.Popen(
             [PROGRAM, "--hold"],
+            env={**os.environ, **variable},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

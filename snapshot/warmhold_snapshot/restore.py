@@ -73,7 +73,7 @@ def restore(
     with (
         store.using(name) as folder,
         locked(shm.FOLDER, ALONE, _BUSY) as lock_fd,
-        cuda.awake(plugins),  # wakes up while bytes are verified
+        cuda.awake(plugins) as holder,  # wakes up while bytes are verified
     ):
         with clock.step("verify"):
             manifest = store.read(name)
@@ -89,7 +89,7 @@ def restore(
             with clock.step("criu"):
                 given = [stdout_fd, stdout_fd if stderr_fd is None else stderr_fd]
                 inherit = dict(zip(manifest.stdio, given, strict=False))
-                pid, pidfd = _restore(manifest, folder, inherit, lock_fd, limits, plugins)
+                pid, pidfd = _restore(manifest, folder, inherit, lock_fd, limits, plugins, holder)
         except BaseException:
             shm.remove(manifest.shm)
             raise
@@ -121,6 +121,7 @@ def _restore(
     lock_fd: int,
     limits: Limits,
     plugins: Path | None,
+    holder: Mapping[str, str],
 ) -> tuple[int, int]:
     pidfile = folder / _PIDFILE
     pidfile.unlink(missing_ok=True)
@@ -129,7 +130,7 @@ def _restore(
     try:
         # criu holds the lock too: a caller that is killed meanwhile leaves it at work.
         passed = sorted({*inherit.values(), lock_fd})
-        named = cuda.name_users(manifest.cuda)
+        named = {**holder, **cuda.name_users(manifest.cuda)}
         criu.run(argv, limits.criu_s, folder / criu.RESTORE_LOG, passed, named)
         pid = int(pidfile.read_text())
         process = pids.read_process(pid)

@@ -147,17 +147,18 @@ def test_an_engine_on_a_gpu(
     monkeypatch.setattr(cuda.shutil, "which", lambda name: f"/bin/{name}")
 
     @contextmanager
-    def awake(plugins: Path | None) -> Iterator[None]:
+    def awake(plugins: Path | None) -> Iterator[dict[str, str]]:
         assert plugins == tmp_path
         events.append("awake")
-        yield
+        yield {"HOLDER": "there"}
         events.append("asleep")
 
     monkeypatch.setattr(cuda, "awake", awake)
     create.create(root, Recorder(events), store, "one", IDENTITY, plugins=tmp_path, limits=LIMITS)
     users = store.read("one").cuda
     assert users and root in users
-    assert variables == [{"WARMHOLD_CUDA_PIDS": ",".join(map(str, users))}]
+    named = {"HOLDER": "there", "WARMHOLD_CUDA_PIDS": ",".join(map(str, users))}
+    assert variables == [named]
     (argv,) = argvs
     assert argv[argv.index("--libdir") + 1] == str(tmp_path)
     assert events.index("awake") < events.index("hold") and events[-2:] == ["resume", "asleep"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from warmhold_snapshot import check, criu, cuda, identity
+from warmhold_snapshot import check, criu, cuda, cuda_checkpoint, identity
 from warmhold_snapshot.check import Found
 from warmhold_snapshot.fds import Descriptor, FileStatus, Held, Mapping
 from warmhold_snapshot.pids import Process
@@ -108,16 +108,18 @@ def write_program(folder: Path, text: str) -> None:
 
 def test_the_driver_is_kept_awake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    write_program(tmp_path, f'echo "$@" >{tmp_path}/began; cat; touch {tmp_path}/ended')
-    with cuda.awake(None):
-        pass
+    text = f'echo "$@" ${cuda_checkpoint.SOCKET} >{tmp_path}/began; cat; touch {tmp_path}/ended'
+    write_program(tmp_path, text)
+    with cuda.awake(None) as variable:
+        assert variable == {}
     assert not (tmp_path / "began").exists()
-    with pytest.raises(KeyError), cuda.awake(tmp_path):
-        while not (tmp_path / "began").exists():
+    with pytest.raises(KeyError), cuda.awake(tmp_path) as variable:
+        while not (tmp_path / "began").exists() or not (tmp_path / "began").read_text():
             time.sleep(0.01)
         assert not (tmp_path / "ended").exists()
         raise KeyError
-    assert (tmp_path / "began").read_text() == "--hold\n"
+    assert (tmp_path / "began").read_text() == f"--hold {variable[cuda_checkpoint.SOCKET]}\n"
+    assert not Path(variable[cuda_checkpoint.SOCKET]).parent.exists()
     assert (tmp_path / "ended").exists()
 
 
