@@ -2,8 +2,8 @@
 """Makes a snapshot of a running engine, which goes on serving, whatever happens here.
 
 In this order: rights, scan, hold, canary, quiesce, scan, dump, resume; then, with the engine
-serving again, flat weights, checksums, manifest, rename. The engine is the caller's: this module
-only says when it is to do what.
+serving again, flat weights, zeros left out, checksums, manifest, rename. The engine is the
+caller's: this module only says when it is to do what.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from . import check, compression, criu, cuda, hook, images
+from . import check, compression, criu, cuda, hook, images, zeros
 from .artifact import IMAGES, Draft, Store, describe_files
 from .checksum import Progress
 from .clock import Clock
@@ -125,7 +125,7 @@ def create(
         Scan(tuple(before_quiesce)).require_clean("at all")
     with store.draft(name) as draft:
         began = time.monotonic()
-        with _paused(engine, clock):
+        with cuda.awake(plugins) as holder, _paused(engine, clock):
             with clock.step("hold"):
                 _ask(engine.hold)
             with clock.step("canary"):
@@ -135,13 +135,16 @@ def create(
             with clock.step("scan"):
                 found = _scan_until_clean(root_pid, limits, plugins is not None)
             with clock.step("dump"):
-                findings, outcome = _dump(root_pid, draft, limits, plugins)
+                findings, outcome, users = _dump(root_pid, draft, limits, plugins, holder)
         pause_s = time.monotonic() - began
         # Not before: until it is resumed the engine counts as not ready, and these are many bytes.
         # Their room was checked, and a dump that fails has then not cost them.
         with clock.step("weights"):
             for item in weights:
                 store.flat.write(item)
+        if plugins is not None:  # a CPU's engine has hardly any
+            with clock.step("zeros"):
+                _drop_zeros(draft.folder / IMAGES)
         by_process = images.measure_by_process(draft.folder / IMAGES)
         if compress:
             with clock.step("compress"):
@@ -167,6 +170,7 @@ def create(
             canary=canary,
             notes=dict(notes or {}),
             weights={item.id: item.size_bytes for item in weights},
+            cuda=users,
         )
         with clock.step("publish"):
             path = store.publish(draft, manifest)
@@ -226,15 +230,18 @@ def _scan_until_clean(root_pid: int, limits: Limits, on_gpu: bool) -> Scan:
 
 
 def _dump(
-    root_pid: int, draft: Draft, limits: Limits, plugins: Path | None
-) -> tuple[_Findings, criu.Outcome]:
+    root_pid: int, draft: Draft, limits: Limits, plugins: Path | None, holder: Mapping[str, str]
+) -> tuple[_Findings, criu.Outcome, tuple[int, ...] | None]:
     before, folder = read_tree(root_pid), draft.folder
+    users = None if plugins is None else cuda.find_users([process.pid for process in before])
     try:
         with hook.script(folder, root_pid, limits.ghost_bytes, plugins is not None) as script:
             argv = criu.build_dump_argv(
                 root_pid, folder / IMAGES, folder, script, limits.ghost_bytes, plugins
             )
-            outcome = criu.run(argv, limits.dump_s, folder / criu.DUMP_LOG, [draft.lock_fd])
+            named = {**holder, **cuda.name_users(users)}
+            log = folder / criu.DUMP_LOG
+            outcome = criu.run(argv, limits.dump_s, log, [draft.lock_fd], named)
     except SnapshotError as error:
         if reason := _read_findings(folder).error:
             raise SnapshotError(
@@ -251,7 +258,15 @@ def _dump(
         detail = "processes of the engine came or went during the dump"
         raise SnapshotError("snapshot.dump", detail, "try again")
     (folder / hook.FINDINGS).unlink()
-    return findings, outcome
+    return findings, outcome, users
+
+
+def _drop_zeros(folder: Path) -> None:
+    try:
+        zeros.drop_zeros(folder)
+    except OSError as error:
+        detail = f"the images cannot be made smaller: {error}"
+        raise SnapshotError("snapshot.disk", detail, "try again") from error
 
 
 def _read_findings(folder: Path) -> _Findings:

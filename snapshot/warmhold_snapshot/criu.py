@@ -94,9 +94,14 @@ def build_restore_argv(
 
 
 def run(
-    argv: Sequence[str], timeout_s: float, log: Path | None = None, pass_fds: Sequence[int] = ()
+    argv: Sequence[str],
+    timeout_s: float,
+    log: Path | None = None,
+    pass_fds: Sequence[int] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Given an argv, a limit and the log that criu writes, run it to its end.
+    """Given an argv, a limit, the log that criu writes and variables for its environment, run it to
+    its end.
 
     A criu that is killed in a dump may leave processes that it has stopped broken. So it gets a
     session of its own, where a terminal's Ctrl-C does not reach it, and whoever interrupts the
@@ -115,6 +120,7 @@ def run(
             text=True,
             errors="replace",
             pass_fds=tuple(pass_fds),
+            env={**os.environ, **(variables or {})},
             start_new_session=True,
         )
     except OSError as error:

@@ -8,10 +8,16 @@ Sources: plugins/cuda/cuda_plugin.c and criu/files.c of CRIU 4.2.
 """
 
 import hashlib
+import os
 import re
 import shutil
-from collections.abc import Sequence
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from . import cuda_checkpoint
 
 PLUGIN, PROGRAM = "cuda_plugin.so", "cuda-checkpoint"
 # What the driver brings to the host besides weights and KV cache: contexts, modules, graph pools.
@@ -22,6 +28,7 @@ FREEZE_S = 60
 # when it checkpoints. Others of its files are for what cannot be taken along (memory shared between
 # hosts, displays).
 _DEVICE = re.compile(r"/dev/nvidia(\d+|ctl|-uvm|-uvm-tools|-caps/nvidia-cap\d+)")
+_RELEASE_S = 2.0
 _LEFT = re.compile(r"Can't dump file .*\(chr 195:|/dev/nvidia")
 _REFUSED = re.compile(r"(PAUSE|CHECKPOINT)_DEVICES failed with")
 
@@ -29,6 +36,18 @@ _REFUSED = re.compile(r"(PAUSE|CHECKPOINT)_DEVICES failed with")
 def is_device(link: str) -> bool:
     """Given a link, tell whether it is a file that CUDA itself has open or mapped."""
     return _DEVICE.fullmatch(link) is not None
+
+
+def find_users(pids: Sequence[int], proc: Path = Path("/proc")) -> tuple[int, ...]:
+    """Given processes, return those that have a file of the driver open. A checkpointed one has
+    none: this is for before a dump."""
+    return tuple(pid for pid in pids if any(map(is_device, _read_links(proc / str(pid) / "fd"))))
+
+
+def name_users(users: Sequence[int] | None) -> dict[str, str]:
+    """Given the processes that use a GPU, or None where nobody knows, return the variable by which
+    the program `cuda-checkpoint` learns that."""
+    return {} if users is None else {cuda_checkpoint.USERS: ",".join(map(str, users))}
 
 
 def find_missing(plugins: Path) -> str:
@@ -41,6 +60,57 @@ def find_missing(plugins: Path) -> str:
 def digest_plugin(plugins: Path) -> str:
     """Given the folder of criu's plug-ins, return a digest of the one for CUDA; raise OSError."""
     return hashlib.sha256((plugins / PLUGIN).read_bytes()).hexdigest()[:16]
+
+
+@contextmanager
+def awake(plugins: Path | None) -> Iterator[dict[str, str]]:
+    """Given the folder of criu's plug-ins (None: no GPU is involved), keep the driver awake within,
+    which each call of the plug-in's would wake anew while an engine's processes are all
+    checkpointed; yield the variable by which the calls find who holds it, and does their work.
+
+    What is only quicker may fail: where the driver cannot be held, nothing is.
+    """
+    if plugins is None:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="cuda-", ignore_cleanup_errors=True) as folder:
+        variable = {cuda_checkpoint.SOCKET: f"{folder}/holder.sock"}
+        holder = _hold(variable)
+        try:
+            yield {} if holder is None else variable
+        finally:
+            if holder is not None:
+                _release(holder)
+
+
+def _read_links(folder: Path) -> Iterator[str]:
+    with suppress(OSError):
+        for path in folder.iterdir():
+            with suppress(OSError):
+                yield str(path.readlink())
+
+
+def _hold(variable: Mapping[str, str]) -> "subprocess.Popen[bytes] | None":
+    try:
+        return subprocess.Popen(
+            [PROGRAM, "--hold"],
+            env={**os.environ, **variable},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError:
+        return None
+
+
+def _release(holder: "subprocess.Popen[bytes]") -> None:
+    assert holder.stdin is not None
+    holder.stdin.close()
+    try:
+        holder.wait(_RELEASE_S)
+    except subprocess.TimeoutExpired:
+        holder.kill()
+        holder.wait()
 
 
 def explain(lines: Sequence[str]) -> str:

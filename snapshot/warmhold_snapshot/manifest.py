@@ -31,7 +31,8 @@ class ImageFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An artifact. `stdio` are the inodes of the pipes that stdout and stderr went to, `listeners`
     (address, port) of TCP, `open_files` what must be there with the same size; `weights` are the
-    flat files that it refers to, id to bytes; `canary` and `notes` are the caller's; times in
+    flat files that it refers to, id to bytes; `cuda` are the PIDs that use a GPU, None where that
+    was not looked at; `canary` and `notes` are the caller's; times in
     seconds, `created` in UTC."""
 
     format: int
@@ -51,6 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     canary: Any = None
     notes: dict[str, str] = {}
     weights: dict[str, int] = {}
+    cuda: tuple[int, ...] | None = None
 
     @property
     def root_pid(self) -> int:

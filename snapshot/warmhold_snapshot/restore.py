@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import compression, criu, pids, shm
+from . import compression, criu, cuda, pids, shm
 from .artifact import DRAFT, IMAGES, Store
 from .checksum import Progress
 from .clock import Clock
@@ -75,6 +75,7 @@ def restore(
     with ExitStack() as held:
         folder = held.enter_context(store.using(name))
         locks = [held.enter_context(locked(shm.FOLDER, ALONE, _BUSY))]
+        holder = held.enter_context(cuda.awake(plugins))  # wakes up while bytes are verified
         with clock.step("verify"):
             manifest = store.read(name)
             if identity is not None:
@@ -95,7 +96,10 @@ def restore(
             with clock.step("criu"):
                 fds = [stdout_fd, stdout_fd if stderr_fd is None else stderr_fd]
                 inherit = dict(zip(manifest.stdio, fds, strict=False))
-                pid, pidfd = _restore(manifest, folder, images, inherit, locks, limits, plugins)
+                variables = {**holder, **cuda.name_users(manifest.cuda)}
+                pid, pidfd = _restore(
+                    manifest, folder, images, inherit, locks, limits, plugins, variables
+                )
         except BaseException:
             shm.remove(manifest.shm)
             raise
@@ -128,6 +132,7 @@ def _restore(
     locks: Sequence[int],
     limits: Limits,
     plugins: Path | None,
+    variables: Mapping[str, str],
 ) -> tuple[int, int]:
     pidfile = folder / _PIDFILE
     pidfile.unlink(missing_ok=True)
@@ -136,7 +141,7 @@ def _restore(
     try:
         # criu holds the locks too: a caller that is killed meanwhile leaves it at work.
         passed = sorted({*inherit.values(), *locks})
-        criu.run(argv, limits.criu_s, folder / criu.RESTORE_LOG, passed)
+        criu.run(argv, limits.criu_s, folder / criu.RESTORE_LOG, passed, variables)
         pid = int(pidfile.read_text())
         process = pids.read_process(pid)
         if process is None or process.parent != os.getpid():

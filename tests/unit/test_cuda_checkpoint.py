@@ -3,7 +3,9 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from warmhold_snapshot.cuda_checkpoint import CheckpointError, parse
 
 PLUGIN_BUFFER = 127
 NOBODY = "4194305"  # above all PIDs: its maps cannot be read, so that the driver is asked
+_VARIABLES = {"PIDS": cuda_checkpoint.USERS, "SOCKET": cuda_checkpoint.SOCKET}
 Done = subprocess.CompletedProcess[str]
 Run = Callable[..., Done]
 
@@ -37,7 +40,10 @@ def call(library: Path, state: Path, *arguments: str, **environment: str) -> Don
         env={
             "LD_LIBRARY_PATH": str(library),
             "FAKE_CUDA_STATE": str(state),
-            **{f"FAKE_CUDA_{name}": value for name, value in environment.items()},
+            **{
+                _VARIABLES.get(name, f"FAKE_CUDA_{name}"): value
+                for name, value in environment.items()
+            },
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -83,6 +89,66 @@ def test_a_process_that_has_not_loaded_the_driver_is_not_asked_about(run: Run) -
         done = run("--get-restore-tid", "--pid", str(child.pid))
         child.kill()
     assert (done.returncode, done.stdout) == (1, f"process {child.pid} has not mapped libcuda\n")
+
+
+def test_who_uses_no_gpu_is_left_out(library: Path, state: Path) -> None:
+    def ask(pid: str) -> Done:
+        return call(library, state, "--get-restore-tid", "--pid", pid, PIDS=f"42,{NOBODY}")
+
+    assert ask(NOBODY).returncode == 0
+    done = ask("2")
+    assert (done.returncode, done.stdout) == (1, "process 2 uses no GPU\n")
+
+
+@contextmanager
+def holding(library: Path, state: Path, socket: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    with subprocess.Popen(
+        [sys.executable, "-IS", cuda_checkpoint.__file__, "--hold"],
+        env={
+            "LD_LIBRARY_PATH": str(library),
+            "FAKE_CUDA_STATE": str(state),
+            cuda_checkpoint.SOCKET: str(socket),
+        },
+        stdin=subprocess.PIPE,
+    ) as holder:
+        while not socket.exists():
+            assert holder.poll() is None
+        yield holder
+        holder.communicate()
+
+
+def test_the_driver_is_held_until_stdin_ends(library: Path, state: Path, tmp_path: Path) -> None:
+    with holding(library, state, tmp_path / "socket") as holder:
+        time.sleep(0.2)
+        assert holder.poll() is None
+    assert holder.returncode == 0
+    assert call(tmp_path, tmp_path, "--hold").returncode == 2
+
+
+def test_the_holder_does_what_calls_ask_for(library: Path, state: Path, tmp_path: Path) -> None:
+    """They need no driver themselves then."""
+    socket = tmp_path / "socket"
+
+    def ask(*arguments: str) -> tuple[int, str]:
+        done = call(tmp_path, tmp_path / "none", *arguments, SOCKET=str(socket))
+        return done.returncode, done.stdout
+
+    with holding(library, state, socket):
+        assert ask("--get-state", "--pid", "42") == (0, "running\n")
+        assert ask("--get-restore-tid", "--pid", NOBODY) == (0, f"{int(NOBODY) + 7}\n")
+        for action, after in (
+            ("lock", "1"),
+            ("checkpoint", "2"),
+            ("restore", "1"),
+            ("unlock", "0"),
+        ):
+            assert ask("--action", action, "--pid", "42") == (0, "")
+            assert state.read_text() == after
+        text = "cuCheckpointProcessCheckpoint: CUDA_ERROR_ILLEGAL_STATE (401)\n"
+        assert ask("--action", "checkpoint", "--pid", "42") == (1, text)
+    code, said = ask("--get-state", "--pid", "42")
+    assert (code, said.startswith("no NVIDIA driver here")) == (2, True)
+    assert call(library, state, "--get-state", "--pid", "42", SOCKET=str(socket)).returncode == 0
 
 
 def test_help_is_what_the_plugin_looks_for(library: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,9 +80,7 @@ def events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """What happened, with a criu that writes one image and calls its script, as the real one."""
     seen: list[str] = []
 
-    def run(
-        argv: Sequence[str], timeout_s: float, log: Path, pass_fds: Sequence[int]
-    ) -> criu.Outcome:
+    def run(argv: Sequence[str], timeout_s: float, log: Path, *_: object) -> criu.Outcome:
         seen.append("dump")
         if "dump fails" in seen:
             log.write_text("Error (a.c:1): no way\n")
@@ -155,13 +154,35 @@ def test_an_engine_on_a_gpu(
     root: int, events: list[str], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argvs: list[Sequence[str]] = []
+    variables: list[object] = []
     run = criu.run
-    monkeypatch.setattr(criu, "run", lambda argv, *rest: argvs.append(argv) or run(argv, *rest))
+
+    def look(argv: Sequence[str], *rest: object) -> criu.Outcome:
+        argvs.append(argv)
+        variables.append(rest[-1])
+        return run(argv, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(criu, "run", look)
+    monkeypatch.setattr(cuda, "find_users", tuple)
     (tmp_path / "cuda_plugin.so").write_bytes(b"")
     monkeypatch.setattr(cuda.shutil, "which", lambda name: f"/bin/{name}")
+
+    @contextmanager
+    def awake(plugins: Path | None) -> Iterator[dict[str, str]]:
+        assert plugins == tmp_path
+        events.append("awake")
+        yield {"HOLDER": "there"}
+        events.append("asleep")
+
+    monkeypatch.setattr(cuda, "awake", awake)
     create.create(root, Recorder(events), store, "one", IDENTITY, plugins=tmp_path, limits=LIMITS)
+    users = store.read("one").cuda
+    assert users and root in users
+    named = {"HOLDER": "there", "WARMHOLD_CUDA_PIDS": ",".join(map(str, users))}
+    assert variables == [named]
     (argv,) = argvs
     assert argv[argv.index("--libdir") + 1] == str(tmp_path)
+    assert events.index("awake") < events.index("hold") and events[-2:] == ["resume", "asleep"]
     events.append("dump fails")
     with pytest.raises(SnapshotError) as caught:
         create.create(root, Recorder(events), store, "two", IDENTITY, plugins=tmp_path)

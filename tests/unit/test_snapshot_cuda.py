@@ -2,11 +2,12 @@
 """What differs for an engine on a GPU: descriptors, criu's argv, a point, and why a dump failed."""
 
 import stat
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from warmhold_snapshot import check, criu, cuda, identity
+from warmhold_snapshot import check, criu, cuda, cuda_checkpoint, identity
 from warmhold_snapshot.check import Found
 from warmhold_snapshot.fds import Descriptor, FileStatus, Held, Mapping
 from warmhold_snapshot.pids import Process
@@ -97,3 +98,47 @@ def test_the_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_identity_tells_a_gpu() -> None:
     assert identity.is_on_gpu({"gpu.uuid": "u", "kernel": "k"})
     assert not identity.is_on_gpu({"kernel": "k", "version.gpu": "x"})
+
+
+def write_program(folder: Path, text: str) -> None:
+    program = folder / cuda.PROGRAM
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+
+
+def test_the_driver_is_kept_awake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    text = f'echo "$@" ${cuda_checkpoint.SOCKET} >{tmp_path}/began; cat; touch {tmp_path}/ended'
+    write_program(tmp_path, text)
+    with cuda.awake(None) as variable:
+        assert variable == {}
+    assert not (tmp_path / "began").exists()
+    with pytest.raises(KeyError), cuda.awake(tmp_path) as variable:
+        while not (tmp_path / "began").exists() or not (tmp_path / "began").read_text():
+            time.sleep(0.01)
+        assert not (tmp_path / "ended").exists()
+        raise KeyError
+    assert (tmp_path / "began").read_text() == f"--hold {variable[cuda_checkpoint.SOCKET]}\n"
+    assert not Path(variable[cuda_checkpoint.SOCKET]).parent.exists()
+    assert (tmp_path / "ended").exists()
+
+
+@pytest.mark.parametrize("text", ["exit 2", "exec sleep 60", None])
+def test_a_driver_that_cannot_be_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    monkeypatch.setattr(cuda, "_RELEASE_S", 0.1)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    if text is not None:
+        write_program(tmp_path, text)
+    with cuda.awake(tmp_path):
+        pass
+
+
+def test_who_has_a_gpus_file_open(tmp_path: Path) -> None:
+    for pid, link in ((7, "/dev/nvidiactl"), (8, "/dev/null"), (9, "pipe:[3]")):
+        (tmp_path / str(pid) / "fd").mkdir(parents=True)
+        (tmp_path / str(pid) / "fd" / "3").symlink_to(link)
+    assert cuda.find_users([6, 7, 8, 9], tmp_path) == (7,)
+    assert cuda.name_users((7, 12)) == {"WARMHOLD_CUDA_PIDS": "7,12"}
+    assert (cuda.name_users(()), cuda.name_users(None)) == ({"WARMHOLD_CUDA_PIDS": ""}, {})

@@ -7,7 +7,7 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,15 @@ class FakeCriu:
         monkeypatch.setattr(criu, "run", self.run)
 
     def run(
-        self, argv: Sequence[str], timeout_s: float, log: Path, pass_fds: Sequence[int]
+        self,
+        argv: Sequence[str],
+        timeout_s: float,
+        log: Path,
+        pass_fds: Sequence[int],
+        variables: Mapping[str, str],
     ) -> criu.Outcome:
         self.calls.append(list(argv))
+        self.variables = variables
         self.seen = [name for name in (RING, REMAP) if (FOLDER / name).exists()]
         self.images = Path(argv[argv.index("--images-dir") + 1])
         self.pages = (self.images / "pages-1.img").read_bytes()
@@ -144,6 +150,16 @@ def test_memory_in_lz4(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
     fake.error = SnapshotError("snapshot.criu", "no such file")
     assert refusal(store).code == "snapshot.restore"
     assert {path.name for path in store.folder.iterdir()} == {".key", "one"}
+
+
+@pytest.mark.parametrize(("users", "said"), [(None, {}), ((7,), {"WARMHOLD_CUDA_PIDS": "7"})])
+def test_who_uses_a_gpu_is_told(
+    store: Store, fake: FakeCriu, tmp_path: Path, users: object, said: object
+) -> None:
+    make(store, tmp_path, cuda=users)
+    fake.error = SnapshotError("snapshot.criu", "no way")
+    refusal(store)
+    assert fake.variables == said
 
 
 def test_criu_fails(store: Store, fake: FakeCriu, tmp_path: Path) -> None:

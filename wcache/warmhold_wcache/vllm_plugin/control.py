@@ -14,7 +14,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from warmhold_wcache import pages
+from warmhold_wcache import nvml, pages
 from warmhold_wcache.control_engine import Token
 from warmhold_wcache.control_protocol import ControlError
 from warmhold_wcache.control_server import ControlServer
@@ -161,10 +161,12 @@ class VllmEngine:
             await self._door.open()
 
     async def pause(self) -> None:
-        """Begin no request any more, and return when none runs; cached prefixes are forgotten, and
-        what is free in this process's memory goes back to the kernel."""
+        """Begin no request any more, and return when none runs; cached prefixes are forgotten, what
+        is free in this process's memory goes back to the kernel, and its files of the GPU are
+        closed."""
         await self._client.pause_generation(mode="wait")
         pages.trim_heap()
+        nvml.close()
 
     async def unpause(self) -> None:
         """Begin requests again."""

@@ -7,7 +7,9 @@ view belongs to a Residency, which lives as long as the process: views hold addr
 references.
 """
 
+import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from warmhold_wcache.vllm_plugin.model_state import (
 )
 
 MAX_SEGMENTS = 200
+_log = logging.getLogger("vllm.warmhold")  # below vLLM's own, or its handlers would not see it
 # Post-processing and forward passes write into small buffers (scales, counters) and never into
 # weights. What is smaller is therefore private in every mode; what is larger is mapped read-only.
 PRIVATE_BUFFER_BYTES = 1 << 20
@@ -57,8 +60,10 @@ class Residency:
         gone."""
         if self.mapped:
             return
+        began = time.monotonic()
         with VaultClient(self.socket_path, self.timeout_s) as client:
             fetched, fds = client.fetch(self.generation.key)
+        fetched_at = time.monotonic()
         try:
             if not _same_layout(fetched, self.generation):
                 detail = "the vault holds these weights in another layout by now"
@@ -70,6 +75,13 @@ class Residency:
         finally:
             close_all(fds)
         self.mapped = True
+        _log.info(
+            "weights mapped again segments=%d bytes=%d fetch_s=%.4f map_s=%.4f",
+            len(fds),
+            sum(segment.size_bytes for segment in self.generation.segments),
+            fetched_at - began,
+            time.monotonic() - fetched_at,
+        )
 
 
 # Every generation that this process has mapped, in the order of loading: target, then draft.

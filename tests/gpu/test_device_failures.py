@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole product on a GPU machine, and what goes wrong with CUDA: a restore for which the GPU
+has no memory, a criu that is killed while it dumps. The engine serves in the end, with the same
+answers.
+
+One stack without a container (bench/gpu_stack.py), a random 1 GB Llama, eager. It needs criu with
+its plug-in: WARMHOLD_GPU_TEST_CRIU names the folder (tests/gpu/README.md).
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_stand import ROOT, say, used_bytes
+
+FOLDER = Path("/tmp/warmhold-failures")
+CRIU = os.environ.get("WARMHOLD_GPU_TEST_CRIU", "")
+ARGUMENTS = ["--max-model-len", "1024", "--enforce-eager", "--gpu-memory-utilization", "0.2"]
+LEFT_BYTES = 300 << 20  # less than a CUDA context takes
+PATIENCE_S = 240.0
+HOG = f"""
+import sys, torch
+free, _ = torch.cuda.mem_get_info()
+held = torch.empty(free - {LEFT_BYTES}, dtype=torch.uint8, device="cuda")
+print("held", flush=True)
+sys.stdin.read()
+"""
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(not CRIU, reason="WARMHOLD_GPU_TEST_CRIU names no criu"),
+]
+
+
+def eventually(question: Callable[[], Any], what: str, poll_s: float = 0.05) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (answer := question()):
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(poll_s)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Any]:
+    packages = [str(ROOT / name) for name in ("bench", "entrypoint", "snapshot", "wcache")]
+    sys.path[:0] = packages
+    import gpu_machine
+    import gpu_stack
+
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    model, criu = FOLDER / "model", Path(CRIU).resolve()
+    script = ROOT / "bench" / "gpu_model.py"
+    subprocess.run([sys.executable, str(script), str(model), "1gb"], check=True, timeout=200)
+    tools = gpu_machine.prepare_tools(FOLDER / "tools", criu)
+    gpu_machine.describe_machine(tools, criu)  # where a right is missing it makes do
+    more = {"CRIU_CUDA_PLUGIN_DIR": str(criu / "plugins"), "CUDA_VISIBLE_DEVICES": "0"}
+    environment = gpu_stack.build_environment(FOLDER, str(model), tools, **more)
+    made = gpu_stack.Stack(environment, FOLDER / "log", 8125)
+    try:
+        made.start(ARGUMENTS)
+        made.wait_ready(1, PATIENCE_S)
+        yield made
+    finally:
+        made.stop()
+        if os.environ.get("OUT"):
+            shutil.copy(made.log, Path(os.environ["OUT"]) / "failures.log")
+
+
+@contextmanager
+def full_gpu() -> Iterator[Callable[[], None]]:
+    """A process that holds nearly all of the GPU's memory; yield what ends it."""
+    command = [sys.executable, "-c", HOG]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as hog:
+        assert hog.stdout is not None and hog.stdout.readline() == b"held\n"
+        yield hog.communicate
+        hog.kill()
+
+
+def logged(stack: Any, text: str, since: int) -> bool:
+    return text in stack.log.read_text(errors="replace")[since:]
+
+
+def test_a_restore_for_which_the_gpu_has_no_memory(stack: Any) -> None:
+    first = stack.ask_all()
+    code, _, error = stack.run("snapshot-create", "--name", "a")
+    assert code == 0, error
+    stack.supervise("stop", "engine")
+    since = len(stack.log.read_text(errors="replace"))
+    with full_gpu() as release:
+        say(f"{used_bytes() >> 20} MiB in use")
+        starting = threading.Thread(target=stack.supervise, args=("start", "engine"))
+        starting.start()
+        eventually(lambda: logged(stack, "restore failed", since), "a restore that fails")
+        release()
+    starting.join(PATIENCE_S)
+    status = stack.wait_ready(0, PATIENCE_S)
+    told = {item["mode"]: item for item in status["rejections"]}
+    say(f"{status['mode']}: {told['snapshot']['code']}: {told['snapshot']['detail']}")
+    assert status["mode"] == "ipc_cache" and told["snapshot"]["code"] == "snapshot.restore"
+    assert stack.ask_all() == first
+
+
+def test_a_criu_that_is_killed_while_it_dumps(stack: Any) -> None:
+    first = stack.ask_all()
+    folder = Path(stack.environment["WARMHOLD_STATE_DIR"]) / "snapshots"
+    done: list[tuple[int, str, str]] = []
+    making = threading.Thread(
+        target=lambda: done.append(stack.run("snapshot-create", "--name", "b", limit_s=PATIENCE_S))
+    )
+    making.start()
+
+    def copying() -> bool:
+        logs = [path.read_text(errors="replace") for path in folder.glob(".*/dump.log")]
+        return any("Checkpointing CUDA devices" in text for text in logs)
+
+    eventually(copying, "a dump that checkpoints CUDA", 0.01)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            argv = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"dump" in argv and any(word.endswith(b"/criu.bin") for word in argv):
+            os.kill(int(process.name), 9)
+            say(f"killed criu, process {process.name}")
+    making.join(PATIENCE_S)
+    code, _, error = done[0]
+    say(f"create: {code} {error.strip()[-500:]}")
+    assert code == 73
+    status = stack.wait_ready(0, PATIENCE_S)
+    say(f"{status['mode']}, {status['starts']} starts")
+    assert stack.ask_all() == first
+    assert not (folder / "b").exists()
