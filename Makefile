@@ -10,8 +10,7 @@ OUT ?= bench/out
 export GOAL := $(MAKECMDGOALS)
 
 .DEFAULT_GOAL := help
-.PHONY: help up down logs clean-state prepare test test-full ci lint unit image container container-full \
-	bench bench-guard tables lock
+.PHONY: help up down logs clean-state prepare test test-full ci lint unit image container container-full bench bench-guard tables lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' Makefile

@@ -588,7 +588,7 @@ def test_an_unknown_command_is_an_error(host: Host) -> None:
 def test_the_ci_entry_agrees_to_installs_and_passes_failures_on(host: Host, code: int) -> None:
     (host.project / ".ci").mkdir()
     shutil.copy(REPOSITORY / ".ci/run", host.project / ".ci")
-    (host.project / "Makefile").write_text(f'test:\n\t@test "$$YES" = 1 && exit {code}\n')
+    (host.project / "Makefile").write_text(f'ci:\n\t@test "$$YES" = 1 && exit {code}\n')
     done = subprocess.run([host.project / ".ci/run"], env=host.env, capture_output=True, timeout=60)
     assert done.returncode == code
 
