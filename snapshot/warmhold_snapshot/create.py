@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from . import check, criu, cuda, hook, images, zeros
+from . import awake, check, criu, cuda, hook, images, zeros
 from .artifact import IMAGES, Draft, Store, describe_files
 from .checksum import Progress
 from .clock import Clock
@@ -124,7 +124,7 @@ def create(
         Scan(tuple(before_quiesce)).require_clean("at all")
     with store.draft(name) as draft:
         began = time.monotonic()
-        with cuda.awake(plugins) as holder, _paused(engine, clock):
+        with awake.awake(plugins) as holder, _paused(engine, clock):
             with clock.step("hold"):
                 _ask(engine.hold)
             with clock.step("canary"):

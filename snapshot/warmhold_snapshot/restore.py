@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import criu, cuda, pids, shm
+from . import awake, criu, cuda, pids, shm
 from .artifact import IMAGES, Store
 from .checksum import Progress
 from .clock import Clock
@@ -73,7 +73,7 @@ def restore(
     with (
         store.using(name) as folder,
         locked(shm.FOLDER, ALONE, _BUSY) as lock_fd,
-        cuda.awake(plugins) as holder,  # wakes up while bytes are verified
+        awake.awake(plugins) as holder,  # wakes up while bytes are verified
     ):
         with clock.step("verify"):
             manifest = store.read(name)
