@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .files import read_json, write_atomically
-from .tree import Process
+from .tree import Process, read_all
 
 LEDGER_FILE = "shm.json"
 _FOLDER = Path("/dev/shm")
@@ -52,15 +52,21 @@ class ShmLedger:
             self._write()
 
     def remove_files(self) -> list[str]:
-        """Remove the remembered files; call it when the engine has ended. Return their paths."""
+        """Remove the remembered files; call it when the engine has ended. Return their paths.
+
+        What a living process still holds stays, and is looked at again the next time: an engine
+        maps files of processes whose weights it maps too, and without those no other engine can
+        (CUDA IPC).
+        """
         removed = []
         if self._inodes:
+            held = self._inodes & find_inodes(read_all().values())
             for path in sorted(_FOLDER.iterdir()):
                 with suppress(OSError):
-                    if path.lstat().st_ino in self._inodes:
+                    if path.lstat().st_ino in self._inodes - held:
                         path.unlink()
                         removed.append(str(path))
-            self._inodes = set()
+            self._inodes = held
             self._write()
         return removed
 

@@ -53,7 +53,7 @@ def find_members(also_below: int | None = None, group: int | None = None) -> lis
 
     Never the caller or one of its ancestors, whatever their marks: members get killed.
     """
-    processes = _read_all()
+    processes = read_all()
     mark = ENGINE_GROUP if group is None else group
     members = {pid for pid in processes if mark in _groups(pid)}
     if also_below is not None:
@@ -124,12 +124,12 @@ def _kill(process: Process, deadline: float) -> None:
 
 def find_below(root: int) -> list[Process]:
     """Return every descendant of a process, whatever its mark."""
-    processes = _read_all()
+    processes = read_all()
     return [processes[pid] for pid in sorted(_descendants(root, processes))]
 
 
-def _read_all() -> dict[int, Process]:
-    """Every living process by its PID."""
+def read_all() -> dict[int, Process]:
+    """Return every living process by its PID."""
     numbers = (int(entry.name) for entry in pids.PROC.iterdir() if entry.name.isdigit())
     return {process.pid: process for process in map(read_process, numbers) if process}
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from . import check, compression, criu, cuda, hook, images, zeros
+from . import awake, check, compression, criu, cuda, hook, images, zeros
 from .artifact import IMAGES, Draft, Store, describe_files
 from .checksum import Progress
 from .clock import Clock
@@ -125,7 +125,7 @@ def create(
         Scan(tuple(before_quiesce)).require_clean("at all")
     with store.draft(name) as draft:
         began = time.monotonic()
-        with cuda.awake(plugins) as holder, _paused(engine, clock):
+        with awake.awake(plugins) as holder, _paused(engine, clock):
             with clock.step("hold"):
                 _ask(engine.hold)
             with clock.step("canary"):

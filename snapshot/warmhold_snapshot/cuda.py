@@ -8,18 +8,15 @@ Sources: plugins/cuda/cuda_plugin.c and criu/files.c of CRIU 4.2.
 """
 
 import hashlib
-import os
 import re
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from . import cuda_checkpoint
-
 PLUGIN, PROGRAM = "cuda_plugin.so", "cuda-checkpoint"
+# Variables of that program, which a frozen engine is not to wait for.
+USERS, SOCKET = "WARMHOLD_CUDA_PIDS", "WARMHOLD_CUDA_SOCKET"
 # What the driver brings to the host besides weights and KV cache: contexts, modules, graph pools.
 STATE_BYTES = 3 << 30
 # Seconds for criu to stop a tree. Each process's CUDA calls end meanwhile, and its state is moved.
@@ -28,7 +25,6 @@ FREEZE_S = 60
 # when it checkpoints. Others of its files are for what cannot be taken along (memory shared between
 # hosts, displays).
 _DEVICE = re.compile(r"/dev/nvidia(\d+|ctl|-uvm|-uvm-tools|-caps/nvidia-cap\d+)")
-_RELEASE_S = 2.0
 _LEFT = re.compile(r"Can't dump file .*\(chr 195:|/dev/nvidia")
 _REFUSED = re.compile(r"(PAUSE|CHECKPOINT)_DEVICES failed with")
 
@@ -47,7 +43,7 @@ def find_users(pids: Sequence[int], proc: Path = Path("/proc")) -> tuple[int, ..
 def name_users(users: Sequence[int] | None) -> dict[str, str]:
     """Given the processes that use a GPU, or None where nobody knows, return the variable by which
     the program `cuda-checkpoint` learns that."""
-    return {} if users is None else {cuda_checkpoint.USERS: ",".join(map(str, users))}
+    return {} if users is None else {USERS: ",".join(map(str, users))}
 
 
 def find_missing(plugins: Path) -> str:
@@ -62,57 +58,6 @@ def digest_plugin(plugins: Path) -> str:
     return hashlib.sha256((plugins / PLUGIN).read_bytes()).hexdigest()[:16]
 
 
-@contextmanager
-def awake(plugins: Path | None) -> Iterator[dict[str, str]]:
-    """Given the folder of criu's plug-ins (None: no GPU is involved), keep the driver awake within,
-    which each call of the plug-in's would wake anew while an engine's processes are all
-    checkpointed; yield the variable by which the calls find who holds it, and does their work.
-
-    What is only quicker may fail: where the driver cannot be held, nothing is.
-    """
-    if plugins is None:
-        yield {}
-        return
-    with tempfile.TemporaryDirectory(prefix="cuda-", ignore_cleanup_errors=True) as folder:
-        variable = {cuda_checkpoint.SOCKET: f"{folder}/holder.sock"}
-        holder = _hold(variable)
-        try:
-            yield {} if holder is None else variable
-        finally:
-            if holder is not None:
-                _release(holder)
-
-
-def _read_links(folder: Path) -> Iterator[str]:
-    with suppress(OSError):
-        for path in folder.iterdir():
-            with suppress(OSError):
-                yield str(path.readlink())
-
-
-def _hold(variable: Mapping[str, str]) -> "subprocess.Popen[bytes] | None":
-    try:
-        return subprocess.Popen(
-            [PROGRAM, "--hold"],
-            env={**os.environ, **variable},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-    except OSError:
-        return None
-
-
-def _release(holder: "subprocess.Popen[bytes]") -> None:
-    assert holder.stdin is not None
-    holder.stdin.close()
-    try:
-        holder.wait(_RELEASE_S)
-    except subprocess.TimeoutExpired:
-        holder.kill()
-        holder.wait()
-
-
 def explain(lines: Sequence[str]) -> str:
     """Given lines of a dump's log, return what a failure most likely comes from, or ""."""
     text = "\n".join(lines)
@@ -124,3 +69,10 @@ def explain(lines: Sequence[str]) -> str:
             " several ranks of NCCL"
         )
     return ""
+
+
+def _read_links(folder: Path) -> Iterator[str]:
+    with suppress(OSError):
+        for path in folder.iterdir():
+            with suppress(OSError):
+                yield str(path.readlink())

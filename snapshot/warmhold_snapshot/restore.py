@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import compression, criu, cuda, pids, shm
+from . import awake, compression, criu, cuda, pids, shm
 from .artifact import DRAFT, IMAGES, Store
 from .checksum import Progress
 from .clock import Clock
@@ -75,7 +75,7 @@ def restore(
     with ExitStack() as held:
         folder = held.enter_context(store.using(name))
         locks = [held.enter_context(locked(shm.FOLDER, ALONE, _BUSY))]
-        holder = held.enter_context(cuda.awake(plugins))  # wakes up while bytes are verified
+        holder = held.enter_context(awake.awake(plugins))  # wakes up while bytes are verified
         with clock.step("verify"):
             manifest = store.read(name)
             if identity is not None:

@@ -2,9 +2,12 @@
 """Files in /dev/shm: whose they are is seen from who holds them, never from a name."""
 
 import json
+import mmap
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +54,12 @@ def holder(files: list[Path], inodes: list[int]) -> Iterator[tree.Process]:
         yield found
 
 
+def end(process: tree.Process) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    while tree.read_process(process.pid) is not None:
+        time.sleep(0.01)
+
+
 def test_files_are_found_by_who_holds_them(
     files: list[Path], inodes: list[int], holder: tree.Process
 ) -> None:
@@ -76,15 +85,31 @@ def test_what_was_seen_is_removed_and_nothing_else(
     opened, mapped, _, other = files
     ledger = ShmLedger(tmp_path)
     ledger.note([holder])
+    end(holder)
     assert ledger.remove_files() == sorted([str(opened), str(mapped)])
     assert [path.exists() for path in (opened, mapped, other)] == [False, False, True]
     assert ledger.remove_files() == []
+
+
+def test_what_somebody_else_still_holds_stays_until_the_next_time(
+    tmp_path: Path, files: list[Path], holder: tree.Process
+) -> None:
+    """As the files of a process whose weights the engine had mapped."""
+    opened, mapped, _, _ = files
+    with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        ledger = ShmLedger(tmp_path)
+        ledger.note([holder])
+        end(holder)
+        assert ledger.remove_files() == [str(opened)]
+        assert mapped.exists()
+    assert ledger.remove_files() == [str(mapped)]
 
 
 def test_a_later_runner_removes_what_a_killed_one_saw(
     tmp_path: Path, files: list[Path], holder: tree.Process
 ) -> None:
     ShmLedger(tmp_path).note([holder])
+    end(holder)
     assert len(ShmLedger(tmp_path).remove_files()) == 2
     assert json.loads((tmp_path / LEDGER_FILE).read_text()) == {"inodes": []}
     assert [path.exists() for path in files] == [False, False, False, True]
@@ -96,6 +121,7 @@ def test_a_file_that_was_replaced_under_the_same_name_stays(
     opened, mapped, _, other = files
     ledger = ShmLedger(tmp_path)
     ledger.note([holder])
+    end(holder)
     other.rename(opened)
     assert ledger.remove_files() == [str(mapped)]
     assert opened.read_bytes() == bytes(4096)
@@ -123,6 +149,7 @@ def test_a_file_that_is_gone_already_is_no_trouble(
 ) -> None:
     ledger = ShmLedger(tmp_path)
     ledger.note([holder])
+    end(holder)
     files[0].unlink()
     assert ledger.remove_files() == [str(files[1])]
 
@@ -132,6 +159,7 @@ def test_files_seen_at_different_times_add_up(
 ) -> None:
     ledger = ShmLedger(tmp_path)
     ledger.note([holder])
+    end(holder)
     ledger.note([])
     assert len(ledger.remove_files()) == 2
 

@@ -174,7 +174,7 @@ def test_an_engine_on_a_gpu(
         yield {"HOLDER": "there"}
         events.append("asleep")
 
-    monkeypatch.setattr(cuda, "awake", awake)
+    monkeypatch.setattr(create.awake, "awake", awake)
     create.create(root, Recorder(events), store, "one", IDENTITY, plugins=tmp_path, limits=LIMITS)
     users = store.read("one").cuda
     assert users and root in users

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from warmhold_snapshot import check, criu, cuda, cuda_checkpoint, identity
+from warmhold_snapshot import awake, check, criu, cuda, cuda_checkpoint, identity
 from warmhold_snapshot.check import Found
 from warmhold_snapshot.fds import Descriptor, FileStatus, Held, Mapping
 from warmhold_snapshot.pids import Process
@@ -110,10 +110,10 @@ def test_the_driver_is_kept_awake(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     text = f'echo "$@" ${cuda_checkpoint.SOCKET} >{tmp_path}/began; cat; touch {tmp_path}/ended'
     write_program(tmp_path, text)
-    with cuda.awake(None) as variable:
+    with awake.awake(None) as variable:
         assert variable == {}
     assert not (tmp_path / "began").exists()
-    with pytest.raises(KeyError), cuda.awake(tmp_path) as variable:
+    with pytest.raises(KeyError), awake.awake(tmp_path) as variable:
         while not (tmp_path / "began").exists() or not (tmp_path / "began").read_text():
             time.sleep(0.01)
         assert not (tmp_path / "ended").exists()
@@ -127,11 +127,11 @@ def test_the_driver_is_kept_awake(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_driver_that_cannot_be_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
-    monkeypatch.setattr(cuda, "_RELEASE_S", 0.1)
+    monkeypatch.setattr(awake, "_RELEASE_S", 0.1)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     if text is not None:
         write_program(tmp_path, text)
-    with cuda.awake(tmp_path):
+    with awake.awake(tmp_path):
         pass
 
 
@@ -140,5 +140,6 @@ def test_who_has_a_gpus_file_open(tmp_path: Path) -> None:
         (tmp_path / str(pid) / "fd").mkdir(parents=True)
         (tmp_path / str(pid) / "fd" / "3").symlink_to(link)
     assert cuda.find_users([6, 7, 8, 9], tmp_path) == (7,)
+    assert (cuda.USERS, cuda.SOCKET) == (cuda_checkpoint.USERS, cuda_checkpoint.SOCKET)
     assert cuda.name_users((7, 12)) == {"WARMHOLD_CUDA_PIDS": "7,12"}
     assert (cuda.name_users(()), cuda.name_users(None)) == ({"WARMHOLD_CUDA_PIDS": ""}, {})
