@@ -80,7 +80,7 @@ def full_gpu() -> Iterator[Callable[[], None]]:
     command = [sys.executable, "-c", HOG]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as hog:
         assert hog.stdout is not None and hog.stdout.readline() == b"held\n"
-        yield hog.communicate
+        yield lambda: hog.communicate() and None
         hog.kill()
 
 

@@ -23,7 +23,6 @@ from gpu_stand import MIB, ROOT, say
 
 START_S, RESTART_S, LOOK_S, TELL_S = 330.0, 200.0, 60.0, 5.0
 SLACK_MIB = 512
-BYTES = int(os.environ.get("WARMHOLD_GPU_TEST_BYTES", 10**9))
 ARGUMENTS = [
     *("--tensor-parallel-size", "2", "--max-model-len", "1024", "--enforce-eager"),
     *("--gpu-memory-utilization", "0.2", "--disable-custom-all-reduce"),
@@ -62,21 +61,20 @@ class TwoGpus:
 
     def __init__(self, folder: Path) -> None:
         sys.path[:0] = [str(ROOT / name) for name in ("bench", "entrypoint", "snapshot", "wcache")]
-        import gpu_restart
+        import gpu_machine
         import gpu_stack
 
         model = folder / "model"
         began = time.monotonic()
-        make = [sys.executable, "-c", gpu_restart._MODEL, str(model), str(BYTES)]
-        contract = str(ROOT / "tests" / "contract")
-        subprocess.run([*make, contract], check=True, timeout=200)
+        script = ROOT / "bench" / "gpu_model.py"
+        subprocess.run([sys.executable, str(script), str(model), "1gb"], check=True, timeout=200)
         files = sum(path.stat().st_size for path in model.iterdir())
         say(f"model of {files // MIB} MiB in {time.monotonic() - began:.1f} s")
         self.weights_bytes = files
         environment = gpu_stack.build_environment(
             folder,
             str(model),
-            gpu_stack.prepare_tools(folder / "tools", None),
+            gpu_machine.prepare_tools(folder / "tools", None),
             WARMHOLD_WCACHE="auto",
             WARMHOLD_READY_TIMEOUT_S=str(START_S),
             WARMHOLD_MAX_FAILURES="1",
@@ -86,7 +84,7 @@ class TwoGpus:
         )
         self.folder, self.log = folder, folder / "stack.log"
         self.log.touch()
-        self.stack = gpu_stack.Stack(environment, self.log, namespace=True)
+        self.stack = gpu_stack.Stack(environment, self.log)
         self.sockets = folder / "run" / "holder"
 
     def holder(self) -> dict[int, str]:
@@ -116,7 +114,7 @@ class TwoGpus:
                 return status
             codes = [item["code"] for item in status.get("rejections", [])]
             assert not any(code.startswith("ipc_cache.") for code in codes), status["rejections"]
-            assert all(item.poll() is None for item in self.stack._processes), "the stack ended"
+            assert self.stack.is_running, "the stack ended"
             assert now < limit_s, f"not within {limit_s:.0f} s: {what}: {status}"
             time.sleep(0.5)
 
