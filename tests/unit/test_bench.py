@@ -230,6 +230,14 @@ def test_table_picture_and_json_agree(result: Result, tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_committed_pictures_are_those_of_the_result_beside_them(path: Path) -> None:
+    texts = texts_of(path.with_suffix(".svg"))
+    for row in read_result(path).rows:
+        assert row.name in texts
+        assert any(text.startswith(f"{row.median_s:.2f} s") for text in texts)
+
+
 def test_a_picture_is_the_same_each_time(tmp_path: Path) -> None:
     first = write_chart(MEASURED, tmp_path)[0].read_bytes()
     assert write_chart(MEASURED, tmp_path)[0].read_bytes() == first
