@@ -81,3 +81,6 @@ def test_what_cannot_be_measured_is_said(stack: Stack) -> None:
     assert done.returncode == 2 and "disk has to be among the modes" in done.stderr
     assert stack.run("bench", "--page-cache", "lukewarm").returncode == 2
     assert stack.wait_ready()["starts"] == 1, "nothing was restarted"
+    assert stack.stop() == 0
+    done = stack.run("bench")
+    assert done.returncode == 75 and "ready.no-runner" in done.stderr

@@ -41,8 +41,12 @@ class Container:
     """A running container of the product. Owns the snapshot `bench`, until `remove_snapshot`."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Given the run directory; raise EntrypointError where no engine is supervised there."""
+        """Given the run directory; raise EntrypointError where no engine is supervised there, or it
+        completes no text."""
         self._run_dir = run_dir
+        if not self.status():
+            detail = "no answer from the engine's runner"
+            raise _refuse("ready.no-runner", detail, "run it in a container that serves")
         self.command = read_command(run_dir)
         self.settings, self.plan = self.make_plan()
         self.target: Target = build_target(self.settings)
@@ -50,6 +54,11 @@ class Container:
         self.weights = [path.resolve() for path in weight_files(folder)]
         self._control = ControlClient(run_dir / CONTROL_SOCKET)
         self.wait_ready()
+        try:
+            self.answers = self.ask()
+        except (ProbeError, ValueError, KeyError) as error:
+            detail = f"the engine completes no text: {error}"
+            raise _refuse("usage.bench", detail, "measure a model that generates text") from error
 
     def make_plan(self) -> tuple[Settings, Plan]:
         """Return settings and plan of a start from disk; raise EntrypointError for a fault."""
@@ -73,9 +82,7 @@ class Container:
         found = _wait(ready, float(limit_s))
         if found is None:
             detail = f"no engine serves here within {limit_s} s"
-            raise EntrypointError(
-                [Fault("ready.timeout", detail, "see `warmhold status` and the container's log")]
-            )
+            raise _refuse("ready.timeout", detail, "see `warmhold status` and the container's log")
         return found
 
     def restart(self, mode: str) -> tuple[float | None, dict[str, Any]]:
@@ -115,9 +122,13 @@ class Container:
             return ""
 
     def create_snapshot(self) -> dict[str, Any]:
-        """Make the snapshot `bench` of the running engine; return the runner's answer."""
-        self.wait_ready()
-        return give_order(self._run_dir, CREATE, NAME, _ORDER_S)
+        """Make the snapshot `bench` of the running engine; return the runner's answer. One that is
+        being made by itself comes first."""
+        while True:
+            self.wait_ready()
+            answer = give_order(self._run_dir, CREATE, NAME, _ORDER_S)
+            if answer.get("code") != "snapshot.not-serving":
+                return answer
 
     def snapshot_nonce(self) -> str:
         """Return the nonce in the snapshot; "" where there is none."""
@@ -171,6 +182,10 @@ class Container:
         }
         answer = request(self.target, "POST", "/v1/completions", _ASK_S, json.dumps(body))
         return str(json.loads(answer)["choices"][0]["text"])
+
+
+def _refuse(code: str, detail: str, remedy: str) -> EntrypointError:
+    return EntrypointError([Fault(code, detail, remedy)])
 
 
 def _wait(question: Callable[[], T], limit_s: float) -> T | None:

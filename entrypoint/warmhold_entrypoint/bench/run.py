@@ -55,7 +55,6 @@ class Bench:
         self._folder = folder
         self._say = say
         self._starts: list[Start] = []
-        self._answers: list[str] = []
         self._nonces: set[str] = set()
         self._snapshot: Snapshot | None = None
         self._notes: list[str] = []
@@ -64,7 +63,6 @@ class Bench:
     def run(self) -> Result:
         """Measure everything; return what was found. The engine serves again afterwards."""
         container, options = self._container, self._options
-        self._answers = container.ask()
         self._nonces.add(container.nonce())
         peer = Peer(container, self._folder / "peer") if options.peer else None
         for index in range(options.cold):
@@ -124,7 +122,7 @@ class Bench:
             weights=status["weights"] or {},
             weight_bytes=sum(path.stat().st_size for path in container.weights),
             answers=container.ask(),
-            known_answers=self._answers,
+            known_answers=self._container.answers,
             nonce=container.nonce(),
             nonces_before=frozenset(self._nonces),
             snapshot_nonce=container.snapshot_nonce(),
@@ -158,7 +156,7 @@ class Bench:
             return
         faults = [] if seconds is not None else [f"it never served: {log}"]
         shown = complete(phases.seconds, seconds) if seconds is not None else {}
-        proof = {"answers_equal": answers == self._answers}
+        proof = {"answers_equal": answers == self._container.answers}
         self._keep(Start(PEER, index, seconds, seconds, shown, proof, faults))
 
     def _make_snapshot(self) -> None:
