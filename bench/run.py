@@ -24,6 +24,7 @@ NAME = "warmhold-bench"
 RIGHTS = [f"--cap-add={name}" for name in ("SYS_ADMIN", "SYS_PTRACE", "NET_ADMIN", "SYS_TIME")]
 RIGHTS += ["--security-opt", "seccomp=unconfined", "--shm-size", "1g"]
 KV_GIB = 1
+START_S = 900  # a first start compiles everything
 LEAST_SPEEDUP, MOST_SHARE = 8.0, 0.2
 MAKE_MODEL = """
 import sys
@@ -59,6 +60,19 @@ def docker(*argv: str, show: bool = False) -> str:
     return (done.stdout or "").strip()
 
 
+def wait_healthy() -> None:
+    """Wait until the container serves; raise RuntimeError where it ended, or takes too long."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        state = docker("inspect", "--format", "{{.State.Status}} {{.State.Health.Status}}", NAME)
+        if state == "running healthy":
+            return
+        if not state.startswith("running"):
+            raise RuntimeError(f"the container does not run: {state}")
+        time.sleep(1)
+    raise RuntimeError(f"the container does not serve after {START_S} s")
+
+
 class Bench:
     """One benchmark. Owns a volume of models, and one container at a time."""
 
@@ -76,6 +90,7 @@ class Bench:
         environment += [f"--env=WARMHOLD_MODEL={model}", f"--volume={NAME}:/models"]
         docker("run", "-d", "--name", NAME, *RIGHTS, *environment, self.image, *arguments)
         try:
+            wait_healthy()
             yield
         except BaseException:
             docker("logs", "--tail", "60", NAME, show=True)
