@@ -43,14 +43,19 @@ SERVER_ONLY = frozenset(
     allow-credentials allowed-headers allowed-methods allowed-origins
     anthropic-disabled-thinking-effort api-key api-server-count chat-template
     chat-template-content-format cohere-format cohere-is-reasoning-model config
-    data-parallel-supervisor-port default-chat-template-kwargs
-    disable-access-log-for-endpoints disable-fastapi-docs disable-uvicorn-access-log
+    data-parallel-supervisor-port default-chat-template-kwargs disable-access-log-for-endpoints
+    disable-auto-tool-choice disable-fastapi-docs disable-flash-late-interaction
+    disable-force-include-usage disable-log-deltas disable-log-outputs disable-log-requests
+    disable-offline-docs disable-per-request-metrics disable-prompt-tokens-details
+    disable-request-id-headers disable-scale-out disable-server-load-tracking
+    disable-ssl-refresh disable-tokenizer-info-endpoint disable-uvicorn-access-log
     dp-supervisor-probe-failure-threshold dp-supervisor-probe-interval-s
-    dp-supervisor-probe-timeout-s enable-auto-tool-choice enable-flash-late-interaction
-    enable-force-include-usage enable-log-deltas enable-log-outputs enable-log-requests
-    enable-offline-docs enable-per-request-metrics enable-prompt-tokens-details
-    enable-request-id-headers enable-scale-out enable-server-load-tracking enable-ssl-refresh
-    enable-tokenizer-info-endpoint exclude-tools-when-tool-choice-none fingerprint-mode
+    dp-supervisor-probe-timeout-s enable-auto-tool-choice enable-fastapi-docs
+    enable-flash-late-interaction enable-force-include-usage enable-log-deltas
+    enable-log-outputs enable-log-requests enable-offline-docs enable-per-request-metrics
+    enable-prompt-tokens-details enable-request-id-headers enable-scale-out
+    enable-server-load-tracking enable-ssl-refresh enable-tokenizer-info-endpoint
+    enable-uvicorn-access-log exclude-tools-when-tool-choice-none fingerprint-mode
     fingerprint-value grpc grpc-port h11-max-header-count h11-max-incomplete-event-size headless
     host log-error-stack lora-modules max-log-len middleware port reasoning-effort-map
     response-role return-tokens-as-token-ids root-path sse-keep-alive-interval ssl-ca-certs

@@ -53,12 +53,14 @@ class Gpu:
 @dataclass(frozen=True)
 class Gpus:
     """What the driver says: its version (as 580.159.04, "" where unknown), whether it can
-    checkpoint a process, the GPUs by number, and why there are none where one was looked for."""
+    checkpoint a process, the GPUs by number, why there are none where one was looked for, and the
+    newest CUDA that it can run (13000 for 13.0; 0 where unknown)."""
 
     driver: str = ""
     can_checkpoint: bool = False
     all: tuple[Gpu, ...] = ()
     error: str = ""
+    cuda: int = 0
 
     @property
     def device(self) -> str:
@@ -112,12 +114,28 @@ def _ask() -> str:
 def find_gpu_fault(gpus: Gpus, vllm_version: str, packages: Sequence[str]) -> list[Fault]:
     """Given what the driver says and what is installed, return a fault where a GPU is asked for,
     by the device file or by vLLM's build, and cannot be used: never a silent run on the CPU."""
-    built = any(name.startswith(_CUDA_PACKAGE) for name in packages)
-    if gpus.all or vllm_version.endswith(_CPU_BUILD) or not (gpus.error or built):
+    if vllm_version.endswith(_CPU_BUILD):
+        return []
+    found = [name for name in packages if name.startswith(_CUDA_PACKAGE)]
+    built = found[0].rpartition("-")[2] if found else ""
+    if gpus.all:
+        return _find_old_driver(gpus, built)
+    if not (gpus.error or built):
         return []
     detail = gpus.error or "vLLM is built for CUDA, and the container has no /dev/nvidiactl"
     remedy = "start it with compose.gpu.yaml (the host needs the driver and NVIDIA's Container"
     return [Fault("gpu.absent", detail, f"{remedy} Toolkit), or use the image warmhold:cpu")]
+
+
+def _find_old_driver(gpus: Gpus, built: str) -> list[Fault]:
+    """A driver runs what is built for its own major version of CUDA, and for older ones."""
+    major = built.partition(".")[0]
+    if not gpus.cuda or not major.isdecimal() or gpus.cuda // 1000 >= int(major):
+        return []
+    speaks = f"{gpus.cuda // 1000}.{gpus.cuda % 1000 // 10}"
+    detail = f"vLLM is built for CUDA {built}, and the driver {gpus.driver} runs CUDA {speaks}"
+    remedy = f"install a driver for CUDA {major} on the host (13: 580 or newer; 12: 525 or newer)"
+    return [Fault("gpu.driver", detail, remedy)]
 
 
 def is_rocm(vllm_version: str) -> bool:
@@ -128,11 +146,13 @@ def is_rocm(vllm_version: str) -> bool:
 def parse(text: str, driver: str) -> Gpus:
     """Given what the probe printed and the driver's version, return the GPUs."""
     found: list[Gpu] = []
-    can_checkpoint, error = False, ""
+    can_checkpoint, error, cuda = False, "", 0
     for line in text.splitlines():
         kind, _, rest = line.partition(" ")
         if kind == "checkpoint":
             can_checkpoint = rest == "1"
+        elif kind == "version":
+            cuda = int(rest)
         elif kind == "error":
             error = rest
         elif kind == "gpu":
@@ -140,7 +160,7 @@ def parse(text: str, driver: str) -> Gpus:
             found.append(Gpu(uuid, int(size), capability, name))
     if not found and not error:
         error = "the NVIDIA driver shows no GPU"
-    return Gpus(driver, can_checkpoint, tuple(found), error)
+    return Gpus(driver, can_checkpoint, tuple(found), error, cuda)
 
 
 def _read_driver(path: Path) -> str:

@@ -37,7 +37,7 @@ def read(version: Path) -> Gpus:
 
 def test_a_gpu(driver: Path) -> None:
     found = read(driver)
-    assert found == Gpus("580.159.04", True, (H200,), "")
+    assert found == Gpus("580.159.04", True, (H200,), "", 12040)
     assert not found.all[0].is_slice
 
 
@@ -148,6 +148,17 @@ def test_what_is_asked_for_and_not_there_is_a_fault() -> None:
     assert find_gpu_fault(Gpus(), "0.32.0+cpu", built) == []
     assert find_gpu_fault(Gpus(), "none", ("torch-2.14.0",)) == []
     assert find_gpu_fault(Gpus("580.1", True, (H200,)), "0.33.0", built) == []
+
+
+@pytest.mark.parametrize("package", ["nvidia_cuda_runtime-13.0.96", "nvidia_cuda_runtime_cu12-12"])
+def test_a_driver_too_old_for_what_is_built(driver: Path, package: str) -> None:
+    """The fake driver runs CUDA 12.4; minor versions do not count."""
+    found = find_gpu_fault(read(driver), "0.33.0", ("torch-2.14.0", package))
+    if "cu12" in package:
+        assert found == []
+        return
+    assert [fault.code for fault in found] == ["gpu.driver"]
+    assert "CUDA 13.0.96, and the driver 580.159.04 runs CUDA 12.4" in found[0].detail
 
 
 def test_a_name_with_spaces() -> None:

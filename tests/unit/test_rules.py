@@ -33,8 +33,8 @@ NOT_SOURCE = {"build", "dist", "node_modules", "wheels"}
 COMPOSE_ONLY = {
     f"{PREFIX}{name}"
     for name in (
-        *("BIND", "BUILD_NETWORK", "CA_BUNDLE", "IMAGE", "MEMORY", "MODELS", "PORT", "SHM_SIZE"),
-        *("TORCH_CPU_INDEX", "WHEELS"),
+        *("BIND", "BUILD_NETWORK", "CA_BUNDLE", "GPUS", "IMAGE", "MEMORY", "MODELS", "PORT"),
+        *("SHM_SIZE", "TORCH_CPU_INDEX", "WHEELS"),
     )
 }
 # Where volumes are mounted, which compose.yaml itself decides.
@@ -195,11 +195,13 @@ def test_no_device_is_reserved(name: str) -> None:
 def test_one_gpu_is_reserved_by_one_file() -> None:
     gpu = read_compose("compose.gpu.yaml")
     (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
-    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    count = "${WARMHOLD_GPUS:-1}"
+    assert device == {"driver": "nvidia", "count": count, "capabilities": ["gpu"]}
     assert gpu["build"]["target"] == "cuda"
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
     assert " AS cuda\n" in dockerfile
-    assert re.findall(r"\$\{(\w+)", (ROOT / "compose.gpu.yaml").read_text()) == [f"{PREFIX}IMAGE"]
+    named = re.findall(r"\$\{(\w+)", (ROOT / "compose.gpu.yaml").read_text())
+    assert named == [f"{PREFIX}IMAGE", f"{PREFIX}GPUS"]
 
 
 def test_rights_are_given_and_can_be_taken(compose: Compose) -> None:
