@@ -133,7 +133,8 @@ def _find_old_driver(gpus: Gpus, built: str) -> list[Fault]:
     if not gpus.cuda or not major.isdecimal() or gpus.cuda // 1000 >= int(major):
         return []
     speaks = f"{gpus.cuda // 1000}.{gpus.cuda % 1000 // 10}"
-    detail = f"vLLM is built for CUDA {built}, and the driver {gpus.driver} runs CUDA {speaks}"
+    driver = f"the driver {gpus.driver}".rstrip()
+    detail = f"vLLM is built for CUDA {built}, and {driver} runs CUDA {speaks}"
     remedy = f"install a driver for CUDA {major} on the host (13: 580 or newer; 12: 525 or newer)"
     return [Fault("gpu.driver", detail, remedy)]
 
