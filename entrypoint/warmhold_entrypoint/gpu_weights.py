@@ -2,8 +2,8 @@
 """A GPU's weights on their way to a flat file or back: by a process of its own, within a limit.
 
 Only a process with CUDA reads and writes such memory, and CUDA stays with a process to its end: the
-maker and the runner have none. `gpu_weights_program` is that process; it ends before it is waited
-for any longer, so that no dump and no restore meets it.
+maker and the runner have none. `gpu_weights_program` is that process. It has ended before anything
+else is done, so that no dump and no restore meets it.
 """
 
 import json
