@@ -126,7 +126,8 @@ def main() -> None:
     jobs = []
     for index, size in enumerate(given.sizes):
         folder, gpu, model = given.folder / size, index % given.gpus, given.models / size
-        more = {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        # What is measured has its weights resident, and the disk has no room for them twice.
+        more = {"CUDA_VISIBLE_DEVICES": str(gpu), "WARMHOLD_SNAPSHOT_WEIGHTS": "none"}
         more |= {} if criu is None else {"CRIU_CUDA_PLUGIN_DIR": str(criu / "plugins")}
         environment = build_environment(folder, str(model), tools, **more)
         stack = Stack(environment, given.out / f"{size}.log", 8100 + index)

@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights on their way between the vault and the flat files of snapshots, in either direction.
 
-No weight loader is needed: segments are copied as they are.
+No weight loader is needed: segments are copied as they are. Those on a GPU are copied by a process
+of its own (`gpu_weights`).
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.checksum import Progress
 from warmhold_snapshot.errors import SnapshotError
-from warmhold_snapshot.flat import FlatFiles, Weights
+from warmhold_snapshot.flat import Flat, Weights
 from warmhold_wcache import segments
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.generation import Generation, encode_description
 from warmhold_wcache.protocol import FdBag, decode
 
-_CODE = "snapshot.weights-absent"
+from . import gpu_weights
+from .log import Log
+
+_CODE = gpu_weights.ABSENT
+
+_log = Log("snapshot")
 
 
 @contextmanager
@@ -45,32 +52,69 @@ def open_weights(vault: Path, wanted: Collection[str]) -> Iterator[list[Weights]
         yield found
 
 
+def write_flat(vault: Path, store: Store, weights: Weights) -> None:
+    """Given the vault's socket, the store and what `open_weights` gave, bring that into its flat
+    file, unless it is there. Raise SnapshotError `snapshot.disk`, or `snapshot.weights-absent`
+    where a GPU's memory could not be read."""
+    generation = read_generation(weights.description)
+    if generation.backend != gpu_weights.BACKEND:
+        store.flat.write(weights)
+    elif not store.flat.holds(weights):
+        try:
+            gpu_weights.run(gpu_weights.WRITE, generation, store.folder, vault)
+        except SnapshotError as error:
+            if error.code == _CODE:
+                _log.warning("no flat weights", id=weights.id, detail=error.detail)
+            raise
+
+
 def publish_flat(
-    flat: FlatFiles, generation_id: str, vault: Path, progress: Progress | None = None
+    store: Store, generation_id: str, vault: Path, progress: Progress | None = None
 ) -> int:
-    """Given the flat files, the id of a generation and the vault's socket, publish it from its
+    """Given the store, the id of a generation and the vault's socket, publish it from its flat
     file, with every byte verified; return its bytes.
 
     Raise SnapshotError: `snapshot.weights-damaged`, the file is removed then,
     `snapshot.weights-absent`, or what `progress` raises.
     """
     try:
-        with flat.open(generation_id) as file, FdBag() as bag:
-            generation = Generation.from_json(decode(bytes(file.header.description)))
-            for index, segment in enumerate(generation.segments):
-                bag.add([segments.create(segment.size_bytes, f"weights-{index}")])
-            file.copy(bag.fds, progress)
-            with VaultClient(vault) as client:
-                client.publish(generation, bag.fds)
-                client.release(generation.id)
+        with store.flat.open(generation_id) as file:
+            generation = read_generation(file.header.description)
+            if generation.backend == gpu_weights.BACKEND:
+                gpu_weights.run(gpu_weights.PUBLISH, generation, store.folder, vault, progress)
+            else:
+                _publish_file(file, generation, vault, progress)
     except SnapshotError as error:
         if error.code == "snapshot.weights-damaged":
-            flat.remove(generation_id)
+            store.flat.remove(generation_id)
         raise
     except (WcacheError, OSError) as error:
         detail = f"{generation_id} could not be published from its flat file: {error}"
         raise SnapshotError(_CODE, detail, "none: another mode loads them") from error
     return generation.size_bytes
+
+
+def publish(generation: Generation, fds: Sequence[int], vault: Path) -> None:
+    """Given a generation, its segments' descriptors and the vault's socket, let the vault have
+    them, and hold no lease. Raise WcacheError."""
+    with VaultClient(vault) as client:
+        client.publish(generation, fds)
+        client.release(generation.id)
+
+
+def read_generation(description: bytes) -> Generation:
+    """Given a description (JSON), return the generation; raise WcacheError for others."""
+    return Generation.from_json(decode(bytes(description)))
+
+
+def _publish_file(
+    file: Flat, generation: Generation, vault: Path, progress: Progress | None
+) -> None:
+    with FdBag() as bag:
+        for index, segment in enumerate(generation.segments):
+            bag.add([segments.create(segment.size_bytes, f"weights-{index}")])
+        file.copy(bag.fds, progress)
+        publish(generation, bag.fds, vault)
 
 
 def _describe(generation: Generation, fds: Collection[int]) -> Weights:

@@ -9,6 +9,7 @@ Lines: `{"event": "resumed"}` when the engine serves again, and at last the resu
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,12 +18,10 @@ from warmhold_snapshot.create import Report, create
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_wcache.control_client import ControlError
 
-from .flat_weights import open_weights
+from .flat_weights import open_weights, write_flat
 from .log import Log, configure_logging
 from .snapshot_engine import ControlledEngine
 from .snapshots import GENERATIONS
-
-_ON_GPU = "a GPU's are in the vault alone: a container whose vault is empty starts in another mode"
 
 _log = Log("snapshot")
 
@@ -39,11 +38,8 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
         remedy = "the engine goes on as before; see its log"
         raise SnapshotError("snapshot.engine", error.detail, remedy) from error
     plugins = Path(request["plugins"]) if request["plugins"] else None
-    kept = generations if request["weights"] == "flat" and plugins is None else []
-    if plugins is not None and request["weights"] == "flat":
-        # A file would have to be written from the GPU, by a process with CUDA of its own.
-        _log.info("no flat weights", reason=_ON_GPU)
-    with open_weights(Path(request["vault"]), kept) as weights:
+    vault, kept = Path(request["vault"]), generations if request["weights"] == "flat" else []
+    with open_weights(vault, kept) as weights:
         report = create(
             request["pid"],
             engine,
@@ -52,6 +48,7 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
             request["identity"],
             notes={GENERATIONS: " ".join(generations)},
             weights=weights,
+            write=partial(write_flat, vault),
             other_uid=request["other_uid"],
             plugins=plugins,
             compress=request["compress"],

@@ -154,7 +154,7 @@ class Restoration:
         self._close("vault", "flat" if absent else "image")
         if absent:
             for generation_id in absent:
-                count = publish_flat(store.flat, generation_id, wish.vault, self._go_on)
+                count = publish_flat(store, generation_id, wish.vault, self._go_on)
                 self._published.append(generation_id)
                 _log.info("weights read from a flat file", id=generation_id, bytes=count)
             self._close("flat", "image")

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 PIECE_BYTES = 16 << 20
 # A piece is read in blocks that stay in a core's cache until they are hashed.
@@ -21,14 +21,28 @@ _MOST_THREADS = 16
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
-class Part(NamedTuple):
-    """Bytes of an open file, and the descriptor and offset that they are copied to (-1: nowhere).
-    Offsets and size in bytes."""
+class Memory(Protocol):
+    """Bytes that no descriptor leads to, as a GPU's; several threads ask at once. Offsets in bytes;
+    as many as the block has are copied. What is raised ends the work."""
 
-    source: int
+    def read(self, block: memoryview, start: int) -> None:
+        """Fill the block with what is there."""
+
+    def write(self, block: memoryview, start: int) -> None:
+        """Put the block there."""
+
+
+Place = int | Memory  # a descriptor, or memory
+
+
+class Part(NamedTuple):
+    """Bytes of an open file or of memory, and the place and offset that they are copied to (-1:
+    nowhere). Offsets and size in bytes."""
+
+    source: Place
     start: int
     size: int
-    target: int = -1
+    target: Place = -1
     target_start: int = 0
 
 
@@ -107,14 +121,28 @@ def _hash_piece(piece: Part) -> bytes:
     block = memoryview(bytearray(min(_BLOCK_BYTES, piece.size)))
     at = 0
     while at < piece.size:
-        # Read, not mapped: a file that is cut while it is mapped kills the process with SIGBUS.
-        count = os.preadv(piece.source, [block[: piece.size - at]], piece.start + at)
+        count = _read(piece.source, block[: piece.size - at], piece.start + at)
         if count == 0:
             raise OSError(f"{piece.size - at} bytes are missing at {piece.start + at}")
         hasher.update(block[:count])
-        written = count if piece.target < 0 else 0
-        while written < count:
-            place = piece.target_start + at + written
-            written += os.pwrite(piece.target, block[written:count], place)
+        if piece.target != -1:
+            _write(piece.target, block[:count], piece.target_start + at)
         at += count
     return bytes(hasher.digest())
+
+
+def _read(source: Place, block: memoryview, start: int) -> int:
+    if not isinstance(source, int):
+        source.read(block, start)
+        return len(block)
+    # Read, not mapped: a file that is cut while it is mapped kills the process with SIGBUS.
+    return os.preadv(source, [block], start)
+
+
+def _write(target: Place, block: memoryview, start: int) -> None:
+    if not isinstance(target, int):
+        target.write(block, start)
+        return
+    written = 0
+    while written < len(block):
+        written += os.pwrite(target, block[written:], start + written)

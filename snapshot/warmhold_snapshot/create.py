@@ -29,6 +29,9 @@ from .scan import OpenFile, Scan, scan
 from .shm import ShmFile
 
 _T = TypeVar("_T")
+# Given the store and weights, brings them into their flat file. Raises SnapshotError; where the
+# code is `snapshot.weights-absent` the artifact is made without them.
+Write = Callable[[Store, Weights], None]
 _POLL_S = 0.02
 # Until the engine is held and quiesced these are what they should be.
 _GIVEN_BACK = frozenset({"tcp-peer", "unix-peer", "unix-pending", "memfd"})
@@ -98,6 +101,7 @@ def create(
     *,
     notes: Mapping[str, str] | None = None,
     weights: Sequence[Weights] = (),
+    write: Write = lambda store, item: store.flat.write(item),
     other_uid: bool = False,
     plugins: Path | None = None,
     compress: bool = False,
@@ -109,9 +113,10 @@ def create(
 
     Raise SnapshotError; the engine then runs and was resumed, and there is no artifact. The one
     exception is the code `snapshot.resume`: the engine could not be resumed and has to be started
-    anew. `notes` are kept in the manifest, `weights` in flat files. `plugins` is the folder of
-    criu's plug-ins where the engine is on a GPU, None where it is on the CPU. With `compress` its
-    memory is kept in LZ4. `progress` follows the checksums.
+    anew. `notes` are kept in the manifest, `weights` in flat files, by `write`; what cannot be read
+    is left out, and the report says so. `plugins` is the folder of criu's plug-ins where the engine
+    is on a GPU, None where it is on the CPU. With `compress` its memory is kept in LZ4. `progress`
+    follows the checksums.
     """
     clock = Clock()
     with clock.step("check"):
@@ -140,8 +145,7 @@ def create(
         # Not before: until it is resumed the engine counts as not ready, and these are many bytes.
         # Their room was checked, and a dump that fails has then not cost them.
         with clock.step("weights"):
-            for item in weights:
-                store.flat.write(item)
+            kept, left_out = _write_weights(store, weights, write)
         if plugins is not None:  # a CPU's engine has hardly any
             with clock.step("zeros"):
                 _drop_zeros(draft.folder / IMAGES)
@@ -169,7 +173,7 @@ def create(
             timings={**clock.timings, "pause": pause_s},
             canary=canary,
             notes=dict(notes or {}),
-            weights={item.id: item.size_bytes for item in weights},
+            weights={item.id: item.size_bytes for item in kept},
             cuda=users,
         )
         with clock.step("publish"):
@@ -183,7 +187,7 @@ def create(
         bytes_by_kind=manifest.bytes_by_kind,
         bytes_by_process=manifest.bytes_by_process,
         timings=clock.timings,
-        notes=found.notes,
+        notes=(*found.notes, *left_out),
     )
 
 
@@ -259,6 +263,23 @@ def _dump(
         raise SnapshotError("snapshot.dump", detail, "try again")
     (folder / hook.FINDINGS).unlink()
     return findings, outcome, users
+
+
+def _write_weights(
+    store: Store, weights: Sequence[Weights], write: Write
+) -> tuple[list[Weights], list[str]]:
+    """The weights that are in flat files now, and of each other one why it is not: an artifact
+    without them serves as long as the vault has them."""
+    kept, left_out = [], []
+    for item in weights:
+        try:
+            write(store, item)
+            kept.append(item)
+        except SnapshotError as error:
+            if error.code != "snapshot.weights-absent":
+                raise
+            left_out.append(f"no flat weights: {error.detail}")
+    return kept, left_out
 
 
 def _drop_zeros(folder: Path) -> None:

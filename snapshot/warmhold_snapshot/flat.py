@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from .checksum import Part, Progress, checksum_parts
+from .checksum import Part, Place, Progress, checksum_parts
 from .errors import SnapshotError
 from .folder import sync
 from .identity import digest
@@ -36,12 +36,12 @@ _AGAIN = "none: another mode loads them; `snapshot create` writes the file anew"
 
 @dataclass(frozen=True)
 class Weights:
-    """A generation at hand: its id, the vault's description of it (JSON), and each segment as
-    descriptor and bytes. The descriptors are the caller's."""
+    """A generation at hand: its id, the vault's description of it (JSON), and each segment as place
+    and bytes. Descriptors and memory are the caller's."""
 
     id: str
     description: bytes
-    segments: tuple[tuple[int, int], ...]
+    segments: tuple[tuple[Place, int], ...]
 
     @property
     def size_bytes(self) -> int:
@@ -65,13 +65,14 @@ class Flat:
     handle: int
     header: Header
 
-    def copy(self, targets: Sequence[int] = (), progress: Progress | None = None) -> None:
-        """Given a descriptor for each segment, or none, verify every byte and write it there.
+    def copy(self, targets: Sequence[Place] = (), progress: Progress | None = None) -> None:
+        """Given a place for each segment, or none, verify every byte and write it there.
 
         Raise SnapshotError `snapshot.weights-damaged`, with all written, and OSError.
         """
         sizes = [size for size, _ in self.header.segments]
-        places = zip(_starts(sizes), sizes, targets or [-1] * len(sizes), strict=True)
+        nowhere: list[Place] = [-1] * len(sizes)
+        places = zip(_starts(sizes), sizes, targets or nowhere, strict=True)
         found = checksum_parts([Part(self.handle, *place) for place in places], progress=progress)
         wanted = [checksum for _, checksum in self.header.segments]
         if found != wanted:
@@ -124,7 +125,7 @@ class FlatFiles:
     def write(self, weights: Weights) -> None:
         """Given weights, bring their flat file to the disk, unless it is there.
 
-        Raise SnapshotError `snapshot.disk`; nothing of it is left then.
+        Raise SnapshotError `snapshot.disk`, and what their memory raises; nothing of it is left.
         """
         if self.holds(weights):
             return
@@ -137,7 +138,7 @@ class FlatFiles:
                 sizes = [size for _, size in weights.segments]
                 places = zip(weights.segments, _starts(sizes), strict=True)
                 checksums = checksum_parts(
-                    [Part(fd, 0, size, file.fileno(), start) for (fd, size), start in places]
+                    [Part(at, 0, size, file.fileno(), start) for (at, size), start in places]
                 )
                 file.seek(weights.size_bytes)
                 file.write(self._encode(weights, tuple(zip(sizes, checksums, strict=True))))

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A CUDA driver without a GPU: memory is memfds, device addresses are this process's own. It refuses
 // what the real one refuses (sizes off the granularity, ranges that are mapped or not reserved), so
-// that tests find it. Faults are asked for through the environment. NO_CHECKPOINT leaves out what
+// that tests find it. Faults are asked for through the environment; FULL is how many allocations find
+// room, COPY what becomes of a copy to or from the host. NO_CHECKPOINT leaves out what
 // came with driver 570; a state file stands for the process that is checkpointed.
 #define _GNU_SOURCE
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +20,8 @@ typedef struct { int kind, id; } Location;
 typedef struct { int kind, handles; Location where; void *windows; unsigned char flags[8]; } Properties;
 typedef struct { Location where; int rights; } Access;
 static struct { uint64_t address; size_t size; int mapped; } ranges[MAX];
-static int handles_open, ready, current;
+static int handles_open, made, ready, contexts[8];
+static _Thread_local int current;
 
 static const char *fault(const char *name) { return getenv(name); }
 static int range(uint64_t address, size_t size) {
@@ -28,7 +31,11 @@ static int range(uint64_t address, size_t size) {
 }
 static int off(size_t size) { return size == 0 || size % GRANULARITY; }
 
-int cuInit(unsigned flags) { ready = flags == 0; return fault("FAKE_CUDA_ABSENT") ? 100 : fault("FAKE_CUDA_BROKEN") ? INVALID : 0; }
+static int hidden(void) {
+    const char *wish = fault("CUDA_VISIBLE_DEVICES");
+    return wish && !strncmp(wish, "GPU-", 4) && strcmp(wish, "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f");
+}
+int cuInit(unsigned flags) { ready = flags == 0; return fault("FAKE_CUDA_ABSENT") || hidden() ? 100 : fault("FAKE_CUDA_BROKEN") ? INVALID : 0; }
 int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
 static int devices(void) { return fault("FAKE_CUDA_COUNT") ? atoi(fault("FAKE_CUDA_COUNT")) : 1; }
 int cuDeviceGetCount(int *count) { *count = devices(); return ready ? 0 : NOT_INITIALIZED; }
@@ -40,8 +47,8 @@ int cuDeviceGetName(char *name, int size, int device) {
 }
 int cuDeviceTotalMem_v2(size_t *size, int device) { *size = (size_t)141 << 30; return device < devices() ? 0 : INVALID; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 9 : 0; return device < devices() ? 0 : INVALID; }
-int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &current + device; return 0; }
-int cuCtxSetCurrent(void *context) { current = context == &current; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &contexts[device]; return fault("FAKE_CUDA_NO_CONTEXT") ? OUT_OF_MEMORY : 0; }
+int cuCtxSetCurrent(void *context) { current = context == &contexts[0]; return 0; }
 int cuCtxSynchronize(void) { return current ? 0 : 201; }
 int cuGetErrorName(int result, const char **name) {
     *name = result == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : result == NOT_INITIALIZED ? "CUDA_ERROR_NOT_INITIALIZED"
@@ -54,7 +61,7 @@ int cuMemGetAllocationGranularity(size_t *size, const Properties *p, int option)
 }
 int cuMemCreate(uint64_t *handle, size_t size, const Properties *p, uint64_t flags) {
     if (off(size) || p->kind != 1 || p->handles != 1 || p->where.kind != 1 || flags) return INVALID;
-    if (fault("FAKE_CUDA_FULL")) return OUT_OF_MEMORY;
+    if (fault("FAKE_CUDA_FULL") && made++ >= atoi(fault("FAKE_CUDA_FULL"))) return OUT_OF_MEMORY;
     int fd = memfd_create("device", 0);
     if (fd < 0 || ftruncate(fd, size)) return OUT_OF_MEMORY;
     handles_open++;
@@ -114,6 +121,15 @@ int cuMemcpyDtoD_v2(uint64_t to, uint64_t from, size_t size) {
     memcpy((void *)to, (void *)from, size);
     return current ? 0 : 201;
 }
+static int copy(void *to, const void *from, size_t size) {
+    const char *fate = fault("FAKE_CUDA_COPY");
+    if (fate && !strcmp(fate, "killed")) raise(SIGKILL);
+    while (fate && !strcmp(fate, "hangs")) pause();
+    if (current) memcpy(to, from, size);
+    return current ? 0 : 201;
+}
+int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size) { return copy(to, (void *)from, size); }
+int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size) { return copy((void *)to, from, size); }
 int fake_open_handles(void) { return handles_open; }
 
 #ifndef NO_CHECKPOINT

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole product on a GPU machine, and what goes wrong with CUDA: a restore for which the GPU
-has no memory, a criu that is killed while it dumps. The engine serves in the end, with the same
-answers.
+"""The whole product on a GPU machine, and what goes wrong with CUDA: weights that a flat file alone
+has, a restore for which the GPU has no memory, a criu that is killed while it dumps. The engine
+serves in the end, with the same answers.
 
 One stack without a container (bench/gpu_stack.py), a random 1 GB Llama, eager. It needs criu with
 its plug-in: WARMHOLD_GPU_TEST_CRIU names the folder (tests/gpu/README.md).
@@ -86,6 +86,26 @@ def full_gpu() -> Iterator[Callable[[], None]]:
 
 def logged(stack: Any, text: str, since: int) -> bool:
     return text in stack.log.read_text(errors="replace")[since:]
+
+
+def test_a_vault_that_has_lost_the_weights(stack: Any) -> None:
+    """As after the host's reboot: they come out of the flat file."""
+    from warmhold_wcache.client import VaultClient
+
+    first = stack.ask_all()
+    code, made, error = stack.run("snapshot-create", "--name", "flat")
+    assert code == 0, error
+    say(made)
+    stack.supervise("stop", "engine")
+    with VaultClient(stack.run_dir / "wcache.sock") as client:
+        for row in client.stat():
+            client.drop(row["id"], force=True)
+    say(f"{used_bytes() >> 20} MiB in use")
+    stack.supervise("start", "engine")
+    status = stack.wait_ready(0, PATIENCE_S)
+    say(f"{status['mode']}, {status['phases']}")
+    assert (status["mode"], status["weights"]["mode"]) == ("snapshot", "flat")
+    assert stack.ask_all() == first
 
 
 def test_a_restore_for_which_the_gpu_has_no_memory(stack: Any) -> None:

@@ -4,6 +4,7 @@
 import ctypes
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,17 @@ def test_a_segment_comes_back_at_its_address(memory: CudaSegments) -> None:
     assert rights(address) == "none"
 
 
+def test_the_hosts_memory_goes_there_and_back_in_any_thread(memory: CudaSegments) -> None:
+    fd, address = filled(memory)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(memory.write, address + 2, memoryview(bytearray(b"host"))).result()
+    found = memoryview(bytearray(b"." * 8))
+    memory.read(address, found[1:7])
+    assert (bytes(found), read(address)) == (b".abhost.", b"abho")
+    os.close(fd)
+    memory.unmap(address, SIZE)
+
+
 def test_a_private_copy_is_nobody_elses(memory: CudaSegments) -> None:
     fd, address = filled(memory)
     mine = memory.map(fd, SIZE)
@@ -117,7 +129,7 @@ def test_a_driver_that_cannot_forbid_writing(
 
 
 def test_no_memory(memory: CudaSegments, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_CUDA_FULL", "1")
+    monkeypatch.setenv("FAKE_CUDA_FULL", "0")
     with pytest.raises(CudaError, match=r"cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY \(2\)") as caught:
         memory.allocate(SIZE)
     assert (caught.value.code, caught.value.result) == ("wcache.cuda", 2)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from vault_process import SIZE, close_all, make_generation, open_fds, running_vault
-from warmhold_entrypoint.flat_weights import open_weights, publish_flat
+from warmhold_entrypoint.flat_weights import open_weights, publish_flat, write_flat
+from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
-from warmhold_snapshot.flat import FlatFiles
 from warmhold_wcache import segments
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.verify import check_resident
@@ -26,8 +26,8 @@ def no_descriptor_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def flat(tmp_path: Path) -> FlatFiles:
-    return FlatFiles(tmp_path / "weights", bytes(32))
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "snapshots")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def fresh(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def generation_id(tmp_path: Path, flat: FlatFiles) -> str:
+def generation_id(tmp_path: Path, store: Store) -> str:
     """A generation that is in a flat file; the vault that held it is gone."""
     generation, fds = make_generation(count=300)
     with running_vault(tmp_path) as (path, _):
@@ -47,16 +47,16 @@ def generation_id(tmp_path: Path, flat: FlatFiles) -> str:
             client.publish(generation, fds)
         with open_weights(path, {generation.id}) as (weights,):
             assert weights.size_bytes == generation.size_bytes
-            flat.write(weights)
-            flat.write(weights)
+            write_flat(path, store, weights)
+            write_flat(path, store, weights)
     close_all(fds)
     return generation.id
 
 
 def test_a_fresh_vault_gets_the_same_generation(
-    flat: FlatFiles, fresh: Path, generation_id: str
+    store: Store, fresh: Path, generation_id: str
 ) -> None:
-    assert publish_flat(flat, generation_id, fresh) == 300 * SIZE
+    assert publish_flat(store, generation_id, fresh) == 300 * SIZE
     wanted, originals = make_generation(count=300)
     with VaultClient(fresh) as client:
         (row,) = client.stat()
@@ -73,39 +73,39 @@ def test_a_fresh_vault_gets_the_same_generation(
 
 
 def test_a_damaged_file_publishes_nothing_and_goes(
-    flat: FlatFiles, fresh: Path, generation_id: str
+    store: Store, fresh: Path, generation_id: str
 ) -> None:
-    with (flat.folder / generation_id).open("r+b") as file:
+    with (store.flat.folder / generation_id).open("r+b") as file:
         file.seek(5 * SIZE)
         file.write(b"X")
     with pytest.raises(SnapshotError) as caught:
-        publish_flat(flat, generation_id, fresh)
+        publish_flat(store, generation_id, fresh)
     assert caught.value.code == "snapshot.weights-damaged"
-    assert list(flat.folder.iterdir()) == []
+    assert list(store.flat.folder.iterdir()) == []
     with VaultClient(fresh) as client:
         assert client.stat() == []
     with pytest.raises(SnapshotError) as caught:
-        publish_flat(flat, generation_id, fresh)
+        publish_flat(store, generation_id, fresh)
     assert caught.value.code == CODE
 
 
 def test_a_sound_file_outlives_a_vault_that_is_gone(
-    flat: FlatFiles, tmp_path: Path, generation_id: str
+    store: Store, tmp_path: Path, generation_id: str
 ) -> None:
     with pytest.raises(SnapshotError) as caught:
-        publish_flat(flat, generation_id, tmp_path / "nobody.sock")
+        publish_flat(store, generation_id, tmp_path / "nobody.sock")
     assert caught.value.code == CODE
-    flat.verify(generation_id, checksums=True)
+    store.flat.verify(generation_id, checksums=True)
 
 
-def test_an_end_in_the_middle(flat: FlatFiles, fresh: Path, generation_id: str) -> None:
+def test_an_end_in_the_middle(store: Store, fresh: Path, generation_id: str) -> None:
     def stop(done: int, total: int) -> None:
         raise SnapshotError("snapshot.stopped", "a stop")
 
     with pytest.raises(SnapshotError) as caught:
-        publish_flat(flat, generation_id, fresh, stop)
+        publish_flat(store, generation_id, fresh, stop)
     assert caught.value.code == "snapshot.stopped"
-    flat.verify(generation_id, checksums=True)
+    store.flat.verify(generation_id, checksums=True)
     with VaultClient(fresh) as client:
         assert client.stat() == []
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from warmhold_entrypoint import maker
+from warmhold_entrypoint.flat_weights import write_flat
 from warmhold_entrypoint.snapshots import GENERATIONS
 from warmhold_snapshot.create import Report
 
@@ -52,22 +53,19 @@ def request(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     [
         ({}, None, [ID]),
         ({"weights": "none"}, None, []),
-        ({"plugins": "/plug"}, Path("/plug"), []),
+        ({"plugins": "/plug"}, Path("/plug"), [ID]),
         ({"plugins": "/plug", "weights": "none"}, Path("/plug"), []),
     ],
 )
 def test_flat_weights_and_plugins(
     tmp_path: Path,
     seen: dict[str, Any],
-    caplog: pytest.LogCaptureFixture,
     changes: dict[str, Any],
     plugins: Path | None,
     flat: list[str],
 ) -> None:
-    caplog.set_level("INFO")
     result = maker.make(request(tmp_path, **changes), Engine())  # type: ignore[arg-type]
     assert result["ok"] and result["name"] == "one"
     assert (seen["plugins"], seen["flat"]) == (plugins, flat)
     assert seen["notes"] == {GENERATIONS: ID}
-    told = changes == {"plugins": "/plug"}
-    assert ("no flat weights" in caplog.text) == told
+    assert (seen["write"].func, seen["write"].args) == (write_flat, (Path("v"),))

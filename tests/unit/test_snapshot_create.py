@@ -304,6 +304,34 @@ def test_weights_are_written_once_the_engine_serves_again(
     assert not place.exists(), "no artifact refers to it any more"
 
 
+def test_weights_that_cannot_be_read_are_left_out(
+    root: int, events: list[str], store: Store, weights: list[Weights]
+) -> None:
+    others = [*weights, replace(weights[0], id="fedcba9876543210")]
+
+    def write(given: Store, item: Weights) -> None:
+        if item in weights:
+            raise SnapshotError("snapshot.weights-absent", "the GPU is full")
+        given.flat.write(item)
+
+    def make_by(write: create.Write) -> create.Report:
+        given = (root, Recorder(events), store, "one", IDENTITY)
+        return create.create(*given, weights=others, write=write, limits=LIMITS)
+
+    report = make_by(write)
+    assert report.notes[-1] == "no flat weights: the GPU is full"
+    assert store.read("one").weights == {"fedcba9876543210": 8192}
+    assert report.weights_bytes == 8192 and store.rows()[0].weights == "flat"
+
+    def refuse(given: Store, item: Weights) -> None:
+        raise SnapshotError("snapshot.disk", "it is full")
+
+    store.remove("one")
+    with pytest.raises(SnapshotError, match="it is full"):
+        make_by(refuse)
+    assert store.names() == [] and events[-1] == "resume"
+
+
 def test_their_room_is_asked_for_before_the_engine_is_held(
     root: int,
     events: list[str],

@@ -57,6 +57,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemUnmap": (c_ulonglong, c_size_t),
     "cuMemSetAccess": (c_ulonglong, c_size_t, POINTER(Access), c_size_t),
     "cuMemcpyDtoD_v2": (c_ulonglong, c_ulonglong, c_size_t),
+    "cuMemcpyDtoH_v2": (c_void_p, c_ulonglong, c_size_t),
+    "cuMemcpyHtoD_v2": (c_ulonglong, c_void_p, c_size_t),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
 }
 

@@ -7,7 +7,7 @@ no handle is kept here. The context is the device's primary one, which is torch'
 
 import os
 from contextlib import ExitStack
-from ctypes import byref, c_int, c_size_t, c_ulonglong, c_void_p
+from ctypes import byref, c_char, c_int, c_size_t, c_ulonglong, c_void_p
 
 from .cuda_driver import Access, AllocationProperties, CudaError, Driver, Location
 
@@ -96,6 +96,18 @@ class CudaSegments:
         finally:
             os.close(fd)
 
+    def read(self, address: int, block: memoryview) -> None:
+        """Given an address in a mapping, fill a block of the host's memory from there. Any thread
+        may call it."""
+        self._call("cuCtxSetCurrent", self._context)
+        self._call("cuMemcpyDtoH_v2", _host(block), address, len(block))
+
+    def write(self, address: int, block: memoryview) -> None:
+        """Given an address in a writable mapping, put a block of the host's memory there. Any
+        thread may call it. The last bytes are on their way until the mapping is taken away."""
+        self._call("cuCtxSetCurrent", self._context)
+        self._call("cuMemcpyHtoD_v2", address, _host(block), len(block))
+
     def _map(self, handle: c_ulonglong, size_bytes: int, address: int | None, rights: int) -> int:
         with ExitStack() as undo:
             if address is None:
@@ -129,3 +141,8 @@ class CudaSegments:
 
     def _call(self, name: str, *arguments: object) -> None:
         self._driver.call(name, *arguments)
+
+
+def _host(block: memoryview) -> object:
+    """A block as the driver's calls take it."""
+    return byref(c_char.from_buffer(block))
