@@ -78,7 +78,8 @@ class Box:
 
     def status(self) -> dict[str, Any] | None:
         code, text = self.run("warmhold", "status", "--json")
-        return json.loads(text) if code == 0 else None
+        # Docker waits 2 s for the last words of a command; on a busy machine they can be lost.
+        return json.loads(text) if code == 0 and text else None
 
     def wait_ready(self, starts: int = 1) -> dict[str, Any]:
         def ready() -> dict[str, Any] | None:

@@ -21,11 +21,8 @@ from warmhold_wcache.generation import Generation, encode_description
 from warmhold_wcache.protocol import FdBag, decode
 
 from . import gpu_weights
-from .log import Log
 
 _CODE = gpu_weights.ABSENT
-
-_log = Log("snapshot")
 
 
 @contextmanager
@@ -60,12 +57,7 @@ def write_flat(vault: Path, store: Store, weights: Weights) -> None:
     if generation.backend != gpu_weights.BACKEND:
         store.flat.write(weights)
     elif not store.flat.holds(weights):
-        try:
-            gpu_weights.run(gpu_weights.WRITE, generation, store.folder, vault)
-        except SnapshotError as error:
-            if error.code == _CODE:
-                _log.warning("no flat weights", id=weights.id, detail=error.detail)
-            raise
+        gpu_weights.run(gpu_weights.WRITE, generation, store.folder, vault)
 
 
 def publish_flat(

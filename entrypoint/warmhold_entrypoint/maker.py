@@ -53,6 +53,8 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
             plugins=plugins,
             compress=request["compress"],
         )
+    for note in report.notes:
+        _log.warning("of the snapshot", note=note)
     if request["prune"]:
         try:
             for name in store.prune(keep=1, prefix=request["prune"]):

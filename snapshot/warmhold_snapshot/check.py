@@ -33,6 +33,7 @@ _ALWAYS = ("SYS_ADMIN", "SYS_PTRACE", "NET_ADMIN", "SYS_TIME")
 _OLDEST_CRIU = (4, 1)
 _RESERVED_PIDS = 4096
 _DISK = "disk"
+_ROOM = "run `snapshot prune --keep 1`, or give the volume `state` more room"
 _SPARE_BYTES = 256 << 20  # of the volume, which holds compile caches too
 
 
@@ -103,8 +104,7 @@ def conclude(
     needed_bytes = estimate_bytes + _SPARE_BYTES
     enough = found.free_bytes >= needed_bytes
     sizes = f"{_mib(found.free_bytes)} MiB free in {found.folder}, {_mib(needed_bytes)} needed"
-    remedy = "run `snapshot prune --keep 1`, or give the volume `state` more room"
-    points.append(Point(_DISK, enough, sizes, "" if enough else remedy))
+    points.append(Point(_DISK, enough, sizes, "" if enough else _ROOM))
     enough = found.pid_max >= above_pid + _RESERVED_PIDS
     sizes = f"PIDs end at {found.pid_max}, the engine's start above {above_pid}"
     remedy = f"on the host: sysctl kernel.pid_max={above_pid + _RESERVED_PIDS} (or more)"
@@ -133,6 +133,16 @@ def require(points: Sequence[Point]) -> None:
         only_disk = [point.name for point in missing] == [_DISK]
         code = "snapshot.disk" if only_disk else "snapshot.rights"
         raise SnapshotError(code, detail, remedy, lines)
+
+
+def require_room(folder: Path, size_bytes: int) -> None:
+    """Given a folder that is there and bytes to be written, raise SnapshotError `snapshot.disk`
+    where they leave the disk less than it has to keep."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < size_bytes + _SPARE_BYTES:
+        needed = f"{_mib(size_bytes + _SPARE_BYTES)} needed"
+        detail = f"{_mib(free_bytes)} MiB free in {folder}, {needed}"
+        raise SnapshotError("snapshot.disk", detail, _ROOM)
 
 
 def estimate_bytes(root_pid: int, proc: Path = pids.PROC) -> int:

@@ -30,7 +30,7 @@ from .shm import ShmFile
 
 _T = TypeVar("_T")
 # Given the store and weights, brings them into their flat file. Raises SnapshotError; where the
-# code is `snapshot.weights-absent` the artifact is made without them.
+# code is `snapshot.weights-absent` or `snapshot.disk` the artifact is made without them.
 Write = Callable[[Store, Weights], None]
 _POLL_S = 0.02
 # Until the engine is held and quiesced these are what they should be.
@@ -114,15 +114,14 @@ def create(
     Raise SnapshotError; the engine then runs and was resumed, and there is no artifact. The one
     exception is the code `snapshot.resume`: the engine could not be resumed and has to be started
     anew. `notes` are kept in the manifest, `weights` in flat files, by `write`; what cannot be read
-    is left out, and the report says so. `plugins` is the folder of criu's plug-ins where the engine
-    is on a GPU, None where it is on the CPU. With `compress` its memory is kept in LZ4. `progress`
-    follows the checksums.
+    or finds no room is left out, and the report says so. `plugins` is the folder of criu's plug-ins
+    where the engine is on a GPU, None where it is on the CPU. With `compress` its memory is kept in
+    LZ4. `progress` follows the checksums.
     """
     clock = Clock()
     with clock.step("check"):
         points = check.read_found(store.folder)
         needed = check.estimate_bytes(root_pid)
-        needed += sum(item.size_bytes for item in weights if not store.flat.holds(item))
         needed += 0 if plugins is None else cuda.STATE_BYTES
         check.require(check.conclude(points, needed, other_uid, plugins=plugins))
         before = scan(root_pid, limits.ghost_bytes, plugins is not None)
@@ -142,10 +141,6 @@ def create(
             with clock.step("dump"):
                 findings, outcome, users = _dump(root_pid, draft, limits, plugins, holder)
         pause_s = time.monotonic() - began
-        # Not before: until it is resumed the engine counts as not ready, and these are many bytes.
-        # Their room was checked, and a dump that fails has then not cost them.
-        with clock.step("weights"):
-            kept, left_out = _write_weights(store, weights, write)
         if plugins is not None:  # a CPU's engine has hardly any
             with clock.step("zeros"):
                 _drop_zeros(draft.folder / IMAGES)
@@ -155,6 +150,9 @@ def create(
                 compression.compress(draft.folder / IMAGES)
         with clock.step("checksums"):
             files = describe_files(draft.folder, progress)
+        # The last, since these are many bytes: where they find no room, the rest has had it.
+        with clock.step("weights"):
+            kept, left_out = _write_weights(store, weights, write)
         statistics = criu.parse_statistics(outcome.output)
         manifest = Manifest(
             format=FORMAT,
@@ -273,10 +271,12 @@ def _write_weights(
     kept, left_out = [], []
     for item in weights:
         try:
+            if not store.flat.holds(item):
+                check.require_room(store.folder, item.size_bytes)
             write(store, item)
             kept.append(item)
         except SnapshotError as error:
-            if error.code != "snapshot.weights-absent":
+            if error.code not in {"snapshot.weights-absent", "snapshot.disk"}:
                 raise
             left_out.append(f"no flat weights: {error.detail}")
     return kept, left_out
