@@ -33,7 +33,7 @@ ci: ## test, and the guard of the benchmark
 	@$(HOST) timed lint unit image container bench-guard
 bench: image ## restarts by mode, measured and drawn, into OUT (bench/out); under 20 minutes
 	@$(HOST) run $(PYTHON) bench/run.py $(OUT)
-bench-guard: ## one round of it: fails only where a ratio collapses
+bench-guard: ## two rounds of it: fails only where a ratio collapses
 	@$(HOST) run $(PYTHON) bench/run.py $(OUT) --guard
 
 lint: .venv/stamp ## ruff, mypy, shellcheck
