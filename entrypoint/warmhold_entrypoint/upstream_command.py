@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from warmhold_snapshot import gone, pids
+from warmhold_snapshot.artifact import DRAFT
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.folder import TOGETHER, locked
 from warmhold_snapshot.upstream import (
@@ -73,7 +74,7 @@ def create(settings: Settings, plan: Plan, name: str, stop: threading.Event) -> 
         wait_for_memory(plan.memory, settings.env.gpu_wait_s, stop)
         raise_high()
         places = [folder, Path(tempfile.gettempdir()), Path(sys.prefix)]
-        program = gone.write_program(places, shutil.which("criu") or "criu")
+        program = gone.write_program(places, DRAFT, shutil.which("criu") or "criu")
     except OSError as error:
         raise SnapshotError("snapshot.disk", str(error), "see `snapshot check`") from error
     try:
@@ -108,15 +109,14 @@ class UpstreamRestoration(Restoration):
         pass_by({*processes})
         argv = build_restore_argv(settings, artifact)
         environment, limit_s = build_environment(settings, self._plan), settings.env.ready_timeout_s
+        _log.info("the engine's log goes on in its snapshot", path=artifact / CHILD_LOG)
         try:
             with locked(artifact, TOGETHER, "the snapshot is being removed"):
                 run_command(argv, environment, limit_s, lambda: self._stopped)
             self.process = _adopt(processes[0])
         except SnapshotError:
-            _log.warning("restored engine", log=_read_end(artifact / CHILD_LOG))
             _end_all()  # upstream has, mostly
             raise
-        _log.info("the engine's log goes on in its snapshot", path=artifact / CHILD_LOG)
         self._close("image", "first_token")
 
 
@@ -237,12 +237,3 @@ def _give_weights_up(settings: Settings) -> None:
         for row in client.stat():
             client.drop(str(row["id"]), force=True)
             _log.info("resident weights given up", id=row["id"], bytes=row["bytes"])
-
-
-def _read_end(path: Path) -> str:
-    """The last lines of a file, whose end is small."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _CHUNK_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-_LAST_LINES:])
-    return ""

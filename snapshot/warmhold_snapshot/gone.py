@@ -21,17 +21,17 @@ from .errors import SnapshotError
 _LIMIT_S = 60.0
 
 
-def write_program(folders: Sequence[Path], criu: str) -> Path:
-    """Given folders that may hold a program, and criu's path, make a program `criu` in a new folder
-    in the first of them that does; return that new folder, the caller's to remove. Raise
-    SnapshotError `snapshot.disk` where none does."""
+def write_program(folders: Sequence[Path], prefix: str, criu: str) -> Path:
+    """Given folders that may hold a program, the prefix of a new folder's name, and criu's path,
+    make a program `criu` in such a new folder in the first of them that does; return that, the
+    caller's to remove. Raise SnapshotError `snapshot.disk` where none does."""
     package = str(Path(__file__).parents[1])
     code = (
         f"import sys; sys.path.insert(0, {package!r}); from {__package__}.gone import main; main()"
     )
     words = shlex.join([sys.executable, "-I", "-S", "-c", code, criu])
     for folder in folders:
-        path = Path(tempfile.mkdtemp(prefix=".criu-", dir=folder)) / "criu"
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=folder)) / "criu"
         path.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
         path.chmod(0o700)
         if os.access(path, os.X_OK):  # not where it is mounted noexec

