@@ -58,11 +58,10 @@ class Wanted:
             return
         self._story.reason = f"`vllm snapshot create` makes {order.name}"
         try:
-            act = partial(create, settings, plan, order.name)
-            self._made = run_beside(self._loop, act)
+            self._made = run_beside(self._loop, partial(create, settings, plan, order.name))
         except SnapshotError as error:
             _log.warning("no snapshot", code=error.code, detail=error.detail)
-            self.refuse(Fault(error.code, error.detail, error.remedy))
+            self.refuse(Fault.of(error.to_json()))
         self._gap.close("snapshot")
 
     def make_plan(self, command: Sequence[str]) -> tuple[Settings, Plan]:
