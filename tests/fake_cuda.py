@@ -5,6 +5,17 @@ import subprocess
 from pathlib import Path
 
 FAKES = Path(__file__).parent / "fakes"
+# A /dev of its own with the driver's control device in it: an empty file will do.
+DEVICES = """
+set -e
+mkdir -p "$0/dev" && mount -t tmpfs none "$0/dev" && mkdir "$0/dev/shm"
+mount --bind /dev/shm "$0/dev/shm"
+for name in null zero random urandom; do touch "$0/dev/$name"; mount --bind "/dev/$name" "$0/dev/$name"; done
+ln -s /proc/self/fd "$0/dev/fd"; ln -s fd/1 "$0/dev/stdout"; ln -s fd/2 "$0/dev/stderr"
+touch "$0/dev/nvidiactl"
+mount --rbind "$0/dev" /dev
+exec "$@"
+"""  # noqa: E501
 
 
 def build_fake_cuda(folder: Path, *defines: str) -> Path:

@@ -26,6 +26,7 @@ _SHORT = {
     "-dpn": "--data-parallel-rank",
     "-dpr": "--data-parallel-start-rank",
     "-ep": "--enable-expert-parallel",
+    "-pcp": "--prefill-context-parallel-size",
     "-n": "--nnodes",
     "-r": "--node-rank",
     "-asc": "--api-server-count",

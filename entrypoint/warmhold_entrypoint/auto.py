@@ -19,6 +19,7 @@ from .restored import CIRCUMSTANTIAL
 from .settings import Settings
 from .states import State
 from .story import Story
+from .upstream import find_against_ours
 
 FILE_NAME = "auto-snapshot.json"
 _TRIES = 5
@@ -42,7 +43,8 @@ class AutoSnapshots:
         if settings.env.snapshot != "auto" or not serving:
             return None
         found = plan.snapshots
-        if not found.identity or found.code in ("", *CIRCUMSTANTIAL):
+        against = find_against_ours(found, story.snapshot)
+        if against or found.code in ("", *CIRCUMSTANTIAL):
             return None  # a new artifact is no answer
         if self._tried.get(_digest(plan), 0) >= _TRIES:
             return None

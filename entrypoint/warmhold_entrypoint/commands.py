@@ -21,6 +21,12 @@ _HEALTH_TIMEOUT_S = 3.0
 # The drain, the dump and the checksums, or a drain, a restore, and another mode where that fails.
 _ORDER_TIMEOUT_S = 3600.0
 _MIB = 1 << 20
+_backend = click.option(
+    "--backend",
+    type=click.Choice(["warmhold", "vllm"]),
+    default="warmhold",
+    help="vllm: by upstream's command, in its scope.",
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -151,16 +157,25 @@ def metrics(port: int | None) -> None:
 
 @cli.command()
 @click.option("--name", default="", help="Its name; by default the time.")
+@_backend
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def snapshot_create(name: str, as_json: bool) -> None:
-    """Make a snapshot of the running engine (`snapshot create` is the same)."""
+def snapshot_create(name: str, backend: str, as_json: bool) -> None:
+    """Make a snapshot of the running engine (`snapshot create` is the same).
+
+    Upstream's command starts an engine of its own: ours ends for it, and starts again.
+    """
     from .orders import CREATE
 
-    result = _order(CREATE, name, Exit.SNAPSHOT_CREATE)
+    result = _order(CREATE, _label(name, backend), Exit.SNAPSHOT_CREATE)
     if as_json:
         import json
 
         click.echo(json.dumps(result, indent=2))
+        return
+    if "made_s" in result:
+        size = f"{result['image_bytes'] / _MIB:.1f} MiB in {result['made_s']:.2f} s"
+        click.echo(f"snapshot  {result['name']}: {size}")
+        click.echo(f"engine    serves again, in mode {result['mode']}")
         return
     kinds = [f"{kind} {size / _MIB:.1f}" for kind, size in result["bytes_by_kind"].items()][:6]
     steps = [f"{step} {seconds:.2f}" for step, seconds in result["seconds"].items()]
@@ -175,12 +190,13 @@ def snapshot_create(name: str, as_json: bool) -> None:
 
 @cli.command()
 @click.argument("name", default="")
-def snapshot_restore(name: str) -> None:
+@_backend
+def snapshot_restore(name: str, backend: str) -> None:
     """Restart the engine from a snapshot, the newest that fits (`snapshot restore` is the same).
 
     Where it cannot be restored the engine goes on, or starts in another mode.
     """
-    _restart("snapshot", name, as_json=False)
+    _restart("snapshot", _label(name, backend), as_json=False)
 
 
 @cli.command()
@@ -219,6 +235,13 @@ def run_command(arguments: Sequence[str]) -> None:
         raise EntrypointError([fault]) from error
     except click.Abort as error:
         raise KeyboardInterrupt from error
+
+
+def _label(name: str, backend: str) -> str:
+    """Given a name and who makes or restores it, return the name as the runner knows it."""
+    from warmhold_snapshot.upstream import LABEL
+
+    return LABEL + name.removeprefix(LABEL) if backend == "vllm" else name
 
 
 def _restart(mode: str, name: str, as_json: bool) -> None:

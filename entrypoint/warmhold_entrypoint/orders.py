@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from warmhold_snapshot.upstream import is_upstreams
+
 from .loop import Loop
 from .runner_socket import RunnerSocket, ask
 
@@ -22,13 +24,18 @@ _MAX_ORDER_BYTES = 4096
 
 class Order:
     """One order: make the snapshot `name`, or restart the engine in that `mode`, and out of the
-    snapshot `name`; "" stands for the usual one."""
+    snapshot `name`; "" stands for the usual one, and the label `vllm:` for upstream's."""
 
     def __init__(self, connection: socket.socket, act: str, name: str, mode: str = "") -> None:
         self.act = act
         self.name = name
         self.mode = mode
         self._connection = connection
+
+    @property
+    def ends_engine(self) -> bool:
+        """Whether the running engine has to end for it: upstream makes snapshots of its own."""
+        return self.act == RESTART or is_upstreams(self.name)
 
     def answer(self, result: Mapping[str, Any]) -> None:
         """Say what came of it, once; nobody has to be listening."""

@@ -18,6 +18,7 @@ from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.identity import is_on_gpu
 from warmhold_snapshot.mark import clear_mark, write_mark
 from warmhold_snapshot.restore import Limits, Restored, restore
+from warmhold_snapshot.upstream import is_upstreams
 from warmhold_wcache.control_client import ControlError
 
 from . import tree
@@ -160,7 +161,7 @@ class Restoration:
             self._close("flat", "image")
         manifest = store.read(wish.name)
         on_gpu = is_on_gpu(manifest.identity)
-        _pass_by(manifest.ids())
+        pass_by(manifest.ids())
         restored = restore(
             store,
             wish.name,
@@ -222,7 +223,7 @@ def reject(wish: Wish, error: SnapshotError) -> Rejection:
     for line in error.lines:
         _log.warning("criu", line=line)
     _log.warning("restore failed", code=error.code, detail=error.detail)
-    if error.code in _UNMARKED:
+    if error.code in _UNMARKED or is_upstreams(wish.name):
         return rejection
     with suppress(OSError, SnapshotError):
         path = Store(wish.folder).path(wish.name)
@@ -230,8 +231,8 @@ def reject(wish: Wish, error: SnapshotError) -> Rejection:
     return rejection
 
 
-def _pass_by(ids: set[int]) -> None:
-    """See to it that nothing that is started now gets one of these numbers."""
+def pass_by(ids: set[int]) -> None:
+    """Given process ids, see to it that nothing that is started now gets one of them."""
     if min(ids) - _NEAR < pids.read_cursor() < max(ids):
         with suppress(SnapshotError, RuntimeError):
             pids.raise_cursor(max(ids))

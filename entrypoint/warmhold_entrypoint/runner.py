@@ -24,7 +24,7 @@ from .groundwork import Groundwork
 from .history import LastExit, read_history
 from .log import Log, redact_argv
 from .loop import Loop
-from .orders import RESTART, Order
+from .orders import Order
 from .phases import Gap, PhaseClock, own_age_s
 from .pid1 import leave_exit_code
 from .plan import Attempt, Plan
@@ -38,6 +38,8 @@ from .states import State
 from .status import Status
 from .story import Story
 from .sweep import KILL_TIMEOUT_S, Leftovers
+from .upstream import find_against_ours
+from .upstream_command import begin_restore
 from .wanted import Wanted
 
 _SHM_LOOK_S = 15.0
@@ -68,8 +70,8 @@ class Runner:
         self._story = Story(read_history(settings.env.state_dir), plan.rejections)
         self._clock: PhaseClock | Restoration = PhaseClock()
         self._snapshotting: Snapshotting | None = None
-        self._wanted = Wanted()
         self._gap = Gap(time.monotonic() - own_age_s())
+        self._wanted = Wanted(loop, self._story, self._gap)
         self._leaving = ""  # why the running engine is asked to end, where the runner stays
         self._retries = Retries(settings.env.max_failures)
         self._process: EngineProcess | None = None
@@ -91,6 +93,7 @@ class Runner:
                 self._back_off(reason)
                 self._story.advance(State.SWEEP, "the next start")
                 self._leftovers.sweep()
+                self._wanted.make(self._settings, self._plan)
                 self._settings, self._plan = self._wanted.make_plan(self._command)
         except EntrypointError as error:
             return self._give_up(error.exit_code, error.faults)
@@ -176,7 +179,7 @@ class Runner:
         """Bring an engine back from a snapshot; return why that failed, with nothing left of it."""
         _log.info("engine restoring", snapshot=name)
         self._gap.close("plan")
-        self._clock = restoration = Restoration(build_wish(self._settings, name), self._loop.wake)
+        self._clock = restoration = begin_restore(self._settings, self._plan, name, self._loop)
         self._process = restoration.wait(self._loop)
         if self._process:
             self._leftovers.note()
@@ -241,13 +244,12 @@ class Runner:
         if self._story.state is not State.SERVING or not self._story.ready or self._snapshotting:
             detail = f"{self._story.state}: {self._story.reason}"
             order.refuse("snapshot.not-serving", detail, "wait for `warmhold status` to say ready")
-        elif order.act == RESTART:
+        elif order.ends_engine:
             self._begin_restart(order)
-        elif self._plan.snapshots.identity:
-            self._begin_snapshot(order)
+        elif against := find_against_ours(self._plan.snapshots, self._story.snapshot):
+            order.refuse(*against)
         else:
-            found = self._plan.snapshots
-            order.refuse(found.code, found.detail, found.remedy)
+            self._begin_snapshot(order)
 
     def _begin_snapshot(self, order: Order | None) -> None:
         assert self._process is not None

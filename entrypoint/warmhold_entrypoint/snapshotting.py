@@ -144,10 +144,15 @@ def raise_pids(plan: Plan) -> None:
     Where that fails the engine starts all the same, and a restore may find its numbers taken.
     """
     if plan.snapshots.identity:
-        try:
-            pids.raise_cursor(_PIDS_ABOVE)
-        except (SnapshotError, RuntimeError) as error:  # of threads there may be none to have
-            _log.warning("low process ids", detail=str(error))
+        raise_high()
+
+
+def raise_high() -> None:
+    """Let the ids of processes that are started now come out high."""
+    try:
+        pids.raise_cursor(_PIDS_ABOVE)
+    except (SnapshotError, RuntimeError) as error:  # of threads there may be none to have
+        _log.warning("low process ids", detail=str(error))
 
 
 def remove_revoked(settings: Settings, plan: Plan) -> None:

@@ -108,11 +108,15 @@ def _label(**labels: str) -> str:
 def render_status(status: Status) -> str:
     """Given a status, return it as lines of text, a name and a value each."""
     last, uptime_s = status["last_exit"], status["uptime_s"]
+    # Upstream's carry a label: `vllm:NAME`.
+    mode = " ".join(
+        filter(None, [status["mode"], status["snapshot"] and f"({status['snapshot']})"])
+    )
     rows = [
         ("state", status["state"] + ("" if status["ready"] else " (not ready)")),
         ("reason", status["reason"]),
         *([("degraded", status["degraded"])] if status["degraded"] else []),
-        ("mode", status["mode"] or "-"),
+        ("mode", mode or "-"),
         *(
             (f"not {item['mode']}", f"{item['code']}: {item['detail']}")
             for item in status["rejections"]

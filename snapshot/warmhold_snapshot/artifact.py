@@ -77,10 +77,7 @@ class Store:
 
     def path(self, name: str) -> Path:
         """Given a name, return the artifact's folder; raise SnapshotError for one that is none."""
-        if not _NAME.fullmatch(name):
-            remedy = "use letters, digits, dots, dashes and underscores, 64 at most"
-            raise SnapshotError("snapshot.name", f"{name!r} is no name of a snapshot", remedy)
-        return self.folder / name
+        return find_artifact(self.folder, name)
 
     def names(self) -> list[str]:
         """Return the names of all artifacts; what is half made has none."""
@@ -266,6 +263,15 @@ class Store:
                 kept |= self.read(name).weights.keys()
         with suppress(OSError):
             self.flat.sweep(kept)
+
+
+def find_artifact(folder: Path, name: str) -> Path:
+    """Given the folder of all artifacts and a name, return its own folder; that needs no key. Raise
+    SnapshotError `snapshot.name` for one that is none."""
+    if not _NAME.fullmatch(name):
+        remedy = "use letters, digits, dots, dashes and underscores, 64 at most"
+        raise SnapshotError("snapshot.name", f"{name!r} is no name of a snapshot", remedy)
+    return folder / name
 
 
 def list_names(folder: Path) -> list[str]:

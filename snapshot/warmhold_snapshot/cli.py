@@ -15,6 +15,7 @@ import click
 import msgspec
 
 from . import check as checks
+from . import upstream
 from .artifact import Listed, Store
 from .errors import SnapshotError
 from .manifest import Manifest
@@ -76,14 +77,14 @@ def check(
 @cli.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def create(arguments: tuple[str, ...]) -> None:
-    """Make a snapshot of the running engine: [--name NAME] [--json]."""
+    """Make a snapshot of the running engine: [--name NAME] [--backend vllm] [--json]."""
     _ask_runner("snapshot-create", arguments)
 
 
 @cli.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def restore(arguments: tuple[str, ...]) -> None:
-    """Restart the engine from a snapshot: [NAME], by default the newest that fits."""
+    """Restart the engine from a snapshot: [NAME], by default the newest; [--backend vllm]."""
     _ask_runner("snapshot-restore", arguments)
 
 
@@ -91,8 +92,8 @@ def restore(arguments: tuple[str, ...]) -> None:
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.pass_obj
 def list_(folder: Path, as_json: bool) -> None:
-    """List the snapshots, the newest first."""
-    rows = Store(folder).rows()
+    """List the snapshots, the newest first; then upstream's."""
+    rows = Store(folder).rows() + upstream.list_upstream(upstream.find_folder(folder))
     click.echo(msgspec.json.encode(rows).decode() if as_json else render(rows))
 
 
@@ -102,7 +103,10 @@ def list_(folder: Path, as_json: bool) -> None:
 @click.option("--verify", is_flag=True, help="Compare every byte with its checksum.")
 @click.pass_obj
 def inspect(folder: Path, name: str, as_json: bool, verify: bool) -> None:
-    """Show what a snapshot is, and whether all of it is there."""
+    """Show what a snapshot is, and whether all of it is there; of upstream's, its manifest."""
+    if upstream.is_upstreams(name):
+        click.echo(upstream.inspect_upstream(upstream.find_folder(folder), name))
+        return
     store = Store(folder)
     manifest = store.read(name)
     store.verify(manifest, checksums=verify)
@@ -127,8 +131,10 @@ def inspect(folder: Path, name: str, as_json: bool, verify: bool) -> None:
 @click.option("--keep", type=click.IntRange(0), required=True, help="How many usable ones stay.")
 @click.pass_obj
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest usable snapshots, and flat weights that none needs."""
-    for name in Store(folder).prune(keep):
+    """Remove all but the newest usable snapshots, of ours and of upstream's, and flat weights that
+    none needs."""
+    of_upstream = upstream.find_folder(folder)
+    for name in [*Store(folder).prune(keep), *upstream.prune_upstream(of_upstream, keep)]:
         click.echo(f"removed {name}")
 
 

@@ -14,20 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fake_cuda import build_fake_cuda, build_fake_nvml
+from fake_cuda import DEVICES, build_fake_cuda, build_fake_nvml
 from stack import Stack, eventually
 
-# A /dev of its own with the driver's control device in it: an empty file will do.
-DEVICES = """
-set -e
-mkdir -p "$0/dev" && mount -t tmpfs none "$0/dev" && mkdir "$0/dev/shm"
-mount --bind /dev/shm "$0/dev/shm"
-for name in null zero random urandom; do touch "$0/dev/$name"; mount --bind "/dev/$name" "$0/dev/$name"; done
-ln -s /proc/self/fd "$0/dev/fd"; ln -s fd/1 "$0/dev/stdout"; ln -s fd/2 "$0/dev/stderr"
-touch "$0/dev/nvidiactl"
-mount --rbind "$0/dev" /dev
-exec "$@"
-"""  # noqa: E501
 TWO = ("--tensor-parallel-size", "2")
 MakeHolder = Callable[..., Stack]
 

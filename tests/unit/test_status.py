@@ -27,6 +27,7 @@ FULL: Status = {
     "reason": "the canary got its token",
     "degraded": "",
     "mode": "disk",
+    "snapshot": "",
     "phase": None,
     "rejections": [
         {"mode": "snapshot", "code": "snapshot.absent", "detail": "why", "remedy": "do"},
