@@ -68,7 +68,7 @@ def prepare_tools(folder: Path, criu: Path | None) -> list[str]:
 def describe_machine(tools: list[str], criu: Path | None) -> dict[str, Any]:
     """Given what prepare_tools returned and the folder with criu, return what the machine is. Where
     a right is missing our copy is told that none is: the point here is the GPU."""
-    from warmhold_entrypoint.gpu import read_gpus
+    from warmhold_entrypoint.gpus.gpu import read_gpus
     from warmhold_snapshot import check
 
     os.environ["PATH"] = f"{tools[0]}:{os.environ['PATH']}"

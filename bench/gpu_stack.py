@@ -116,7 +116,7 @@ class Stack:
 
     def status(self) -> dict[str, Any]:
         """The runner's status, {} where it does not answer."""
-        from warmhold_entrypoint.status import ask_status
+        from warmhold_entrypoint.reporting.status import ask_status
 
         return ask_status(self.run_dir, 5.0) or {}
 

@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 
 import warmhold_entrypoint
-from warmhold_entrypoint import tree
 from warmhold_entrypoint.bench import page_cache
+from warmhold_entrypoint.running import tree
 from warmhold_snapshot import pids
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.create import create

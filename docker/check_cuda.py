@@ -15,7 +15,7 @@ import warmhold_entrypoint
 import warmhold_snapshot
 import warmhold_wcache
 from vllm.platforms.interface import UnspecifiedPlatform
-from warmhold_entrypoint.backend import SERVER_ONLY
+from warmhold_entrypoint.weight_cache.backend import SERVER_ONLY
 
 _PACKAGES = (warmhold_entrypoint, warmhold_snapshot, warmhold_wcache)
 _VLLM = ("v1.engine.core", "entrypoints.openai.api_server", "snapshot.controller")

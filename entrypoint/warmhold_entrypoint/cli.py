@@ -31,7 +31,7 @@ def main() -> NoReturn:
     try:
         if not arguments or (arguments[0].startswith("-") and not _is_own_flag(arguments)):
             # The parser of commands is not imported on the way to an engine.
-            from .boot import run_boot
+            from .container.boot import run_boot
 
             run_boot(arguments)
         if arguments[0] not in COMMANDS and not _is_own_flag(arguments):

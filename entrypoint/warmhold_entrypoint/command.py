@@ -4,12 +4,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from . import weights
-from .backend import choose_backend
 from .budget import choose_threads
-from .conf import CONTROL_SOCKET
+from .container.conf import CONTROL_SOCKET
 from .facts import Facts
 from .settings import HUB_TOKENS, Settings, is_offline
+from .weight_cache import weights
+from .weight_cache.backend import choose_backend
 
 _FOR_DOWNLOADS = "--hf-token"
 # A GPU engine gives weights and KV cache back by its sleep mode, for a snapshot too.

@@ -13,7 +13,7 @@ from . import VERSION
 from .errors import EntrypointError, Exit, Fault
 from .files import read_run_dir
 from .log import redact_argv
-from .status import ask_status, build_metrics, render_status
+from .reporting.status import ask_status, build_metrics, render_status
 
 # Commands import what they need themselves: the health check runs every second during a start, and
 # msgspec alone would double its cost.
@@ -39,7 +39,7 @@ def cli() -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def boot(arguments: tuple[str, ...]) -> None:
     """Serve, as PID 1. ARGUMENTS go to vLLM as they are."""
-    from .boot import run_boot
+    from .container.boot import run_boot
 
     run_boot(arguments)
 
@@ -86,7 +86,7 @@ def settings() -> None:
 @cli.command()
 def engine() -> None:
     """Run engines (supervisord starts the module itself, without this command line)."""
-    from .engine import main as run
+    from .running.engine import main as run
 
     run()
 
@@ -98,7 +98,7 @@ def preload(arguments: tuple[str, ...]) -> None:
 
     Whether an engine runs meanwhile does not matter.
     """
-    from .preload import run_preload
+    from .weight_cache.preload import run_preload
 
     run_preload(arguments)
 
@@ -108,7 +108,7 @@ def preload(arguments: tuple[str, ...]) -> None:
 def healthcheck(live: bool) -> None:
     """End with 0 when the engine serves, else with 1 and the reason."""
     if live:
-        from .supervision import is_alive
+        from .container.supervision import is_alive
 
         if not is_alive(read_run_dir()):
             click.echo("supervisord does not answer")
@@ -150,7 +150,7 @@ def metrics(port: int | None) -> None:
     if port is None:
         click.echo(build_metrics(ask_status(read_run_dir(), _HEALTH_TIMEOUT_S)), nl=False)
         return
-    from .metrics_server import serve_metrics
+    from .reporting.metrics_server import serve_metrics
 
     serve_metrics(port, read_run_dir())
 
@@ -164,7 +164,7 @@ def snapshot_create(name: str, backend: str, as_json: bool) -> None:
 
     Upstream's command starts an engine of its own: ours ends for it, and starts again.
     """
-    from .orders import CREATE
+    from .running.orders import CREATE
 
     result = _order(CREATE, _label(name, backend), Exit.SNAPSHOT_CREATE)
     if as_json:
@@ -246,7 +246,7 @@ def _label(name: str, backend: str) -> str:
 
 def _restart(mode: str, name: str, as_json: bool) -> None:
     """Given a mode, and for a snapshot its name, restart the engine and say how long it took."""
-    from .orders import RESTART
+    from .running.orders import RESTART
 
     result = _order(RESTART, name, Exit.RESTORE, mode)
     if as_json:
@@ -262,7 +262,7 @@ def _restart(mode: str, name: str, as_json: bool) -> None:
 
 def _order(act: str, name: str, code: Exit, mode: str = "") -> dict[str, Any]:
     """Given an order to the runner, return what came of it; raise EntrypointError."""
-    from .orders import give_order
+    from .running.orders import give_order
 
     result = give_order(read_run_dir(), act, name, _ORDER_TIMEOUT_S, mode)
     if result["ok"]:

@@ -17,15 +17,17 @@ from pathlib import Path
 
 from warmhold_wcache.content import Content, read_cached_content
 
-from . import launcher, tree, weights
-from .backend import choose_backend
-from .conf import VAULT_SOCKET
+from . import launcher
+from .container.conf import VAULT_SOCKET
 from .errors import Fault
-from .gpu import Gpus, find_gpu_fault, is_rocm, read_gpus
+from .gpus.gpu import Gpus, find_gpu_fault, is_rocm, read_gpus
 from .model import Model, find_model
-from .resident import Vault, read_vault
+from .running import tree
 from .settings import Settings
-from .snapshots import Snapshots
+from .snapshot_mode.snapshots import Snapshots
+from .weight_cache import weights
+from .weight_cache.backend import choose_backend
+from .weight_cache.resident import Vault, read_vault
 
 BUILD_ID_FILE = Path("/opt/warmhold/build-id")
 _CGROUP = Path("/sys/fs/cgroup")

@@ -25,6 +25,7 @@ import struct
 import sys
 from contextlib import suppress
 
+PROGRAM = __file__
 _PR_CAPBSET_DROP = 24
 _PR_SET_SECCOMP = 22
 _PR_SET_NO_NEW_PRIVS = 38

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import backend, weights
-from .backend import Backend, choose_backend, count_local_ranks
 from .budget import choose_kv_bytes, choose_threads, space_faults
 from .command import build_engine_argv, build_engine_environment
 from .errors import Fault, Rejection
 from .facts import Facts
-from .gpu_memory import Need, build_need
+from .gpus.gpu_memory import Need, build_need
 from .log import redact_argv
 from .settings import MODES, Settings
-from .snapshots import Snapshots
+from .snapshot_mode.snapshots import Snapshots
+from .weight_cache import backend, weights
+from .weight_cache.backend import Backend, choose_backend, count_local_ranks
 
 # Reasons that are no fault where ipc_cache is demanded: the loader waits, and compares all fields.
 _FORECASTS = ("ipc_cache.loading", "ipc_cache.hung", "ipc_cache.key-mismatch")

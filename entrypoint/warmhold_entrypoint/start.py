@@ -14,16 +14,16 @@ from msgspec import structs
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
 
-from . import weights
 from .command import build_engine_argv, build_engine_environment
-from .conf import ENGINE_FOLDER, check_paths
+from .container.conf import ENGINE_FOLDER, check_paths
 from .errors import EntrypointError, Fault
 from .facts import Facts, read_facts
 from .files import read_json, write_atomically
 from .log import Log
 from .plan import Plan, build_key, decide
 from .settings import Settings, read_settings
-from .snapshots import FOLDER, Candidate, Snapshots, read_snapshots
+from .snapshot_mode.snapshots import FOLDER, Candidate, Snapshots, read_snapshots
+from .weight_cache import weights
 
 PLAN_FILE = "plan.json"
 COMMAND_FILE = "command.json"

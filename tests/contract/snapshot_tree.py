@@ -41,7 +41,7 @@ from tree_stand import (
     wait_for_log,
     who_am_i,
 )
-from warmhold_entrypoint import tree
+from warmhold_entrypoint.running import tree
 from warmhold_snapshot import check, criu, pids, shm
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.create import Limits as CreateLimits

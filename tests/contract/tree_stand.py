@@ -19,7 +19,7 @@ from pathlib import Path
 
 import warmhold_entrypoint
 from small_tree import WEIGHT_BYTES
-from warmhold_entrypoint import tree
+from warmhold_entrypoint.running import tree
 from warmhold_snapshot import criu, identity, pids
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError

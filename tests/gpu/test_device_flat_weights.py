@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from gpu_stand import SLACK_BYTES, Child, Vault, near, say, used_bytes, wait_for_used
-from warmhold_entrypoint import tree
-from warmhold_entrypoint.flat_weights import open_weights, publish_flat, write_flat
+from warmhold_entrypoint.running import tree
+from warmhold_entrypoint.snapshot_mode.flat_weights import open_weights, publish_flat, write_flat
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_wcache.client import VaultClient

@@ -128,7 +128,7 @@ class TwoGpus:
 
     def held_bytes(self) -> list[int | None]:
         """What each process of the holder says that it holds."""
-        from warmhold_entrypoint.ranks import ask_ranks
+        from warmhold_entrypoint.weight_cache.ranks import ask_ranks
 
         return list(ask_ranks(self.sockets, 2, 10.0).by_socket.values())
 

@@ -73,7 +73,7 @@ def kill_front(stack: Stack) -> None:
 
 
 def maker_of(stack: Stack) -> int:
-    return process_of(stack, b"warmhold_entrypoint.maker")
+    return process_of(stack, b"warmhold_entrypoint.snapshot_mode.maker")
 
 
 def criu_of(stack: Stack) -> int:

@@ -17,7 +17,7 @@ import pytest
 from attacker import STORE_VERBS, Attacker
 from stack import Stack, eventually, free_port
 from vault_process import close_all, connect, make_generation
-from warmhold_entrypoint import tree
+from warmhold_entrypoint.running import tree
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.generation import encode_description
 from warmhold_wcache.store import FdStoreClient

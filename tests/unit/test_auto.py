@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from warmhold_entrypoint.auto import AutoSnapshots
-from warmhold_entrypoint.history import History
+from warmhold_entrypoint.reporting.history import History
+from warmhold_entrypoint.reporting.states import State
+from warmhold_entrypoint.reporting.story import Story
 from warmhold_entrypoint.settings import Settings, read_settings
-from warmhold_entrypoint.snapshots import Snapshots
-from warmhold_entrypoint.states import State
-from warmhold_entrypoint.story import Story
+from warmhold_entrypoint.snapshot_mode.auto import AutoSnapshots
+from warmhold_entrypoint.snapshot_mode.snapshots import Snapshots
 
 
 def settings(**variables: str) -> Settings:
@@ -104,6 +104,6 @@ def test_what_cannot_be_kept_is_remembered(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("warmhold_entrypoint.auto.write_atomically", fail)
+    monkeypatch.setattr("warmhold_entrypoint.snapshot_mode.auto.write_atomically", fail)
     auto.note(plan(), "")
     assert auto.due(WANTED, plan(), story(), PROBER) is None

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from warmhold_entrypoint.arguments import EngineArguments
-from warmhold_entrypoint.backend import (
+from warmhold_entrypoint.log import redact_argv
+from warmhold_entrypoint.settings import Settings, read_settings
+from warmhold_entrypoint.weight_cache.backend import (
     add_disk_loader,
     add_ipc_loader,
     build_holder_argv,
@@ -18,8 +20,6 @@ from warmhold_entrypoint.backend import (
     socket_dir,
     spans_nodes,
 )
-from warmhold_entrypoint.log import redact_argv
-from warmhold_entrypoint.settings import Settings, read_settings
 
 
 def settings(*command: str, **variables: str) -> Settings:

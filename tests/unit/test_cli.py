@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from warmhold_entrypoint import cli, commands, orders
+from warmhold_entrypoint import cli, commands
 from warmhold_entrypoint.errors import EntrypointError
+from warmhold_entrypoint.running import orders
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -55,9 +56,8 @@ def test_what_serves_checks_its_settings_first(arguments: list[str]) -> None:
 
 def test_the_parser_is_not_imported_on_the_way_to_an_engine() -> None:
     """Its import would delay every start."""
-    code = (
-        "import sys, warmhold_entrypoint.boot, warmhold_entrypoint.engine as e; print(*sys.modules)"
-    )
+    modules = "warmhold_entrypoint.container.boot, warmhold_entrypoint.running.engine"
+    code = f"import sys, {modules}; print(*sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": ":".join(sys.path)},
@@ -67,7 +67,7 @@ def test_the_parser_is_not_imported_on_the_way_to_an_engine() -> None:
         timeout=60,
     )
     loaded = set(result.stdout.split())
-    assert "warmhold_entrypoint.engine" in loaded
+    assert "warmhold_entrypoint.running.engine" in loaded
     assert not {"click", "http.client", "ssl", "torch", "vllm", "yaml"} & loaded
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from supervisor.options import ServerOptions
-from warmhold_entrypoint.backend import choose_backend
-from warmhold_entrypoint.conf import build_conf, check_paths, write_conf
+from warmhold_entrypoint.container.conf import build_conf, check_paths, write_conf
 from warmhold_entrypoint.settings import Settings, read_settings
+from warmhold_entrypoint.weight_cache.backend import choose_backend
 from warmhold_wcache import serve
 
 NASTY = 'x%(here)s ; rm -rf # "it\'s" $HOME\n[program:evil]'
@@ -56,8 +56,8 @@ def test_supervisord_reads_it_as_meant(tmp_path: Path) -> None:
         settings(RUN_DIR=str(tmp_path), DRAIN_S="45", METRICS_PORT="9100", WCACHE="vault")
     )
     assert set(found) == {"engine", "end", "metrics", "wcache"}
-    assert found["engine"].command.endswith(" -m warmhold_entrypoint.engine")
-    assert found["end"].command.endswith(" -m warmhold_entrypoint.listener")
+    assert found["engine"].command.endswith(" -m warmhold_entrypoint.running.engine")
+    assert found["end"].command.endswith(" -m warmhold_entrypoint.container.listener")
     assert found["metrics"].command.endswith(" metrics --port 9100")
     assert found["engine"].stopwaitsecs == 45 + 30
     assert found["engine"].startsecs == 0
@@ -109,7 +109,7 @@ def test_upstreams_holder_is_a_program_that_the_runner_alone_starts(tmp_path: Pa
     holder = found["preload"]
     assert not holder.autostart and not holder.autorestart
     assert holder.stopasgroup and holder.killasgroup
-    assert holder.command.endswith(" -m warmhold_entrypoint.holder_program")
+    assert holder.command.endswith(" -m warmhold_entrypoint.weight_cache.holder_program")
     assert holder.priority < found["engine"].priority
 
 

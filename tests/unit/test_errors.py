@@ -14,7 +14,7 @@ from warmhold_entrypoint.errors import (
     exit_code_of_status,
 )
 
-SOURCES = sorted(Path(warmhold_entrypoint.__file__).parent.glob("*.py"))
+SOURCES = sorted(Path(warmhold_entrypoint.__file__).parent.rglob("*.py"))
 # These never end a command by their own kind: the first is for bugs, the second has the engine's.
 WITHOUT_A_KIND = {"bug", "engine"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from vault_process import SIZE, close_all, make_generation, open_fds, running_vault
-from warmhold_entrypoint.flat_weights import open_weights, publish_flat, write_flat
+from warmhold_entrypoint.snapshot_mode.flat_weights import open_weights, publish_flat, write_flat
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_wcache import segments

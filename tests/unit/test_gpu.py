@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from fake_cuda import build_fake_cuda
-from warmhold_entrypoint import gpu, gpu_probe
-from warmhold_entrypoint.gpu import Gpu, Gpus, find_gpu_fault, parse, read_gpus
+from warmhold_entrypoint.gpus import gpu, gpu_probe
+from warmhold_entrypoint.gpus.gpu import Gpu, Gpus, find_gpu_fault, parse, read_gpus
 
 UUID = "00010203-0405-0607-0809-0a0b0c0d0e0f"
 H200 = Gpu(UUID, 141 << 30, "9.0", "NVIDIA H200")

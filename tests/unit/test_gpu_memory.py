@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from fake_cuda import build_fake_nvml
-from warmhold_entrypoint import gpu_memory
 from warmhold_entrypoint.arguments import EngineArguments
-from warmhold_entrypoint.gpu import Gpu
-from warmhold_entrypoint.gpu_memory import (
+from warmhold_entrypoint.gpus import gpu_memory
+from warmhold_entrypoint.gpus.gpu import Gpu
+from warmhold_entrypoint.gpus.gpu_memory import (
     Need,
     build_need,
     describe_holders,

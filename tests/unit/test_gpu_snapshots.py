@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warmhold_entrypoint import gpu_snapshots, snapshots
-from warmhold_entrypoint.gpu import Gpu, Gpus
-from warmhold_entrypoint.gpu_snapshots import find_gpu_obstacle, find_plugins, identify
-from warmhold_entrypoint.resident import Vault
+from warmhold_entrypoint.gpus import gpu_snapshots
+from warmhold_entrypoint.gpus.gpu import Gpu, Gpus
+from warmhold_entrypoint.gpus.gpu_snapshots import find_gpu_obstacle, find_plugins, identify
 from warmhold_entrypoint.settings import Settings, read_settings
-from warmhold_entrypoint.snapshots import Candidate, read_snapshots
+from warmhold_entrypoint.snapshot_mode import snapshots
+from warmhold_entrypoint.snapshot_mode.snapshots import Candidate, read_snapshots
+from warmhold_entrypoint.weight_cache.resident import Vault
 from warmhold_snapshot import check, cuda
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError

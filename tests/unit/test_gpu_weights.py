@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from fake_cuda import build_fake_cuda
 from vault_process import open_fds, running_vault
-from warmhold_entrypoint import gpu_weights, tree
-from warmhold_entrypoint.flat_weights import open_weights, publish_flat, write_flat
+from warmhold_entrypoint.gpus import gpu_weights
+from warmhold_entrypoint.running import tree
+from warmhold_entrypoint.snapshot_mode.flat_weights import open_weights, publish_flat, write_flat
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_wcache import segments
@@ -247,7 +248,7 @@ def test_it_ends_with_whom_it_works_for(
     monkeypatch.setenv("FAKE_CUDA_COPY", "hangs")
     with subprocess.Popen(
         [
-            *(sys.executable, "-m", "warmhold_entrypoint.gpu_weights_program", "publish"),
+            *(sys.executable, "-m", "warmhold_entrypoint.gpus.gpu_weights_program", "publish"),
             *(str(store.folder), written, str(vault)),
         ],
         stdin=subprocess.PIPE,

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from warmhold_entrypoint.history import (
+from warmhold_entrypoint.reporting.history import (
     FILE_NAME,
     History,
     LastExit,

@@ -9,21 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warmhold_entrypoint import groundwork, holder, holder_program, supervision
-from warmhold_entrypoint.backend import build_holder_argv
-from warmhold_entrypoint.beside import run_beside
+from warmhold_entrypoint.container import supervision
+from warmhold_entrypoint.container.supervision import Program, SupervisionError
 from warmhold_entrypoint.errors import Exit
-from warmhold_entrypoint.gpu_memory import Need
-from warmhold_entrypoint.groundwork import Groundwork
-from warmhold_entrypoint.holder import ORDER_FILE, TAKEN_FILE, Holder, HolderError
-from warmhold_entrypoint.loop import Loop
-from warmhold_entrypoint.phases import Phases
+from warmhold_entrypoint.gpus.gpu_memory import Need
 from warmhold_entrypoint.plan import Attempt, Plan
-from warmhold_entrypoint.ranks import Held, RankError
+from warmhold_entrypoint.running import groundwork
+from warmhold_entrypoint.running.beside import run_beside
+from warmhold_entrypoint.running.groundwork import Groundwork
+from warmhold_entrypoint.running.loop import Loop
+from warmhold_entrypoint.running.phases import Phases
 from warmhold_entrypoint.settings import Settings, read_settings
-from warmhold_entrypoint.snapshots import Candidate, Snapshots, find_obstacle
+from warmhold_entrypoint.snapshot_mode.snapshots import Candidate, Snapshots, find_obstacle
 from warmhold_entrypoint.start import write_command
-from warmhold_entrypoint.supervision import Program, SupervisionError
+from warmhold_entrypoint.weight_cache import holder, holder_program
+from warmhold_entrypoint.weight_cache.backend import build_holder_argv
+from warmhold_entrypoint.weight_cache.holder import ORDER_FILE, TAKEN_FILE, Holder, HolderError
+from warmhold_entrypoint.weight_cache.ranks import Held, RankError
 
 HELD = Held({"vllm_weight_cache_a.sock": 30, "vllm_weight_cache_b.sock": 30})
 IPC, DISK = (Attempt(mode, ("vllm",)) for mode in ("ipc_cache", "disk"))
@@ -287,7 +289,7 @@ def test_work_beside_the_loop_is_told_of_a_stop(loop: Loop) -> None:
 
 
 def test_what_is_shared_by_cuda_ipc_has_no_snapshot(wanted: Settings) -> None:
-    from warmhold_entrypoint.gpu import Gpu, Gpus
+    from warmhold_entrypoint.gpus.gpu import Gpu, Gpus
 
     gpus = Gpus("580", True, (Gpu("u0", 1, "9.0", "H200"),))
     candidate = Candidate((), {}, {}, (), {}, "/m", gpus)

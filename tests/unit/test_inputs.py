@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from stack import write_model
-from warmhold_entrypoint import inputs
-from warmhold_entrypoint.inputs import read_inputs
 from warmhold_entrypoint.settings import Settings, read_settings
+from warmhold_entrypoint.snapshot_mode import inputs
+from warmhold_entrypoint.snapshot_mode.inputs import read_inputs
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from warmhold_entrypoint.listener import ends_container, read_pairs, run_listener
+from warmhold_entrypoint.container.listener import ends_container, read_pairs, run_listener
 
 FATAL = "PROCESS_STATE_FATAL"
 EXITED = "PROCESS_STATE_EXITED"

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warmhold_entrypoint import maker
-from warmhold_entrypoint.flat_weights import write_flat
-from warmhold_entrypoint.snapshots import GENERATIONS
+from warmhold_entrypoint.snapshot_mode import maker
+from warmhold_entrypoint.snapshot_mode.flat_weights import write_flat
+from warmhold_entrypoint.snapshot_mode.snapshots import GENERATIONS
 from warmhold_snapshot.create import Report
 
 ID = "0123456789abcdef"

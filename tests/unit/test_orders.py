@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from warmhold_entrypoint.loop import Loop
-from warmhold_entrypoint.orders import SOCKET_NAME, Order, give_order, serve_orders
+from warmhold_entrypoint.running.loop import Loop
+from warmhold_entrypoint.running.orders import SOCKET_NAME, Order, give_order, serve_orders
 
 
 class Stand:

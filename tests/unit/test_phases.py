@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from warmhold_entrypoint.phases import Gap, PhaseClock, Phases, own_age_s
+from warmhold_entrypoint.running.phases import Gap, PhaseClock, Phases, own_age_s
 
 # Seconds since the first line, and the line. From a start with an empty compile cache.
 COMPILED = [
@@ -188,7 +188,7 @@ def test_between_two_gaps_an_engine_serves() -> None:
 
 def test_the_age_of_a_process() -> None:
     code = (
-        "import time; time.sleep(0.3); from warmhold_entrypoint.phases import own_age_s;"
+        "import time; time.sleep(0.3); from warmhold_entrypoint.running.phases import own_age_s;"
         " print(own_age_s())"
     )
     path = os.pathsep.join(sys.path)

@@ -16,12 +16,12 @@ from warmhold_entrypoint.command import (
 )
 from warmhold_entrypoint.errors import Fault, Rejection
 from warmhold_entrypoint.facts import Facts
-from warmhold_entrypoint.gpu import Gpu, Gpus
+from warmhold_entrypoint.gpus.gpu import Gpu, Gpus
 from warmhold_entrypoint.model import Model
 from warmhold_entrypoint.plan import Plan, decide
-from warmhold_entrypoint.resident import Vault
 from warmhold_entrypoint.settings import Settings, read_settings
-from warmhold_entrypoint.snapshots import Candidate, Snapshots
+from warmhold_entrypoint.snapshot_mode.snapshots import Candidate, Snapshots
+from warmhold_entrypoint.weight_cache.resident import Vault
 from warmhold_wcache.content import Content, FileVersion
 
 FACTS = Facts(

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from stack import write_model
 from vault_process import command, running_vault
-from warmhold_entrypoint import preload
 from warmhold_entrypoint.errors import EntrypointError
 from warmhold_entrypoint.start import make_sound_plan, write_command
+from warmhold_entrypoint.weight_cache import preload
 from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.vllm_plugin import preload as plugin
 from warmhold_wcache.vllm_plugin.outcome import Outcome, write_outcome

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warmhold_entrypoint.ranks import Held, RankError, ask_rank, ask_ranks
+from warmhold_entrypoint.weight_cache.ranks import Held, RankError, ask_rank, ask_ranks
 
 LENGTH = struct.Struct("!Q")
 Serve = Callable[..., Path]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warmhold_entrypoint.readiness import (
+from warmhold_entrypoint.running.readiness import (
     Event,
     ProbeError,
     Prober,

@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from vault_process import SIZE, close_all, make_generation, running_vault
-from warmhold_entrypoint import restored
-from warmhold_entrypoint.adopted import AdoptedChild
-from warmhold_entrypoint.loop import Loop
-from warmhold_entrypoint.resident import Vault
-from warmhold_entrypoint.restored import CIRCUMSTANTIAL, Restoration, Wish, reject
-from warmhold_entrypoint.snapshots import GENERATIONS, read_circumstances
+from warmhold_entrypoint.running.adopted import AdoptedChild
+from warmhold_entrypoint.running.loop import Loop
+from warmhold_entrypoint.snapshot_mode import restored
+from warmhold_entrypoint.snapshot_mode.restored import CIRCUMSTANTIAL, Restoration, Wish, reject
+from warmhold_entrypoint.snapshot_mode.snapshots import GENERATIONS, read_circumstances
+from warmhold_entrypoint.weight_cache.resident import Vault
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.flat import Weights

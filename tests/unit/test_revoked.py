@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 from warmhold_entrypoint.plan import Plan
 from warmhold_entrypoint.settings import Settings, read_settings
-from warmhold_entrypoint.snapshots import FOLDER, Snapshots
-from warmhold_entrypoint.snapshotting import remove_revoked
+from warmhold_entrypoint.snapshot_mode.snapshots import FOLDER, Snapshots
+from warmhold_entrypoint.snapshot_mode.snapshotting import remove_revoked
 from warmhold_snapshot.artifact import Store
 
 Capture = pytest.LogCaptureFixture

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from warmhold_entrypoint import ending, pid1
+from warmhold_entrypoint.container import pid1
+from warmhold_entrypoint.running import ending
 from warmhold_entrypoint.settings import FIELDS, PREFIX, SECRETS, read_settings
 
 ROOT = Path(__file__).parents[2]

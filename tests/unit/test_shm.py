@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from warmhold_entrypoint import tree
-from warmhold_entrypoint.shm import LEDGER_FILE, ShmLedger, find_inodes
+from warmhold_entrypoint.running import tree
+from warmhold_entrypoint.running.shm import LEDGER_FILE, ShmLedger, find_inodes
 
 # Holds the first file open, the second mapped, and the third in both ways but deleted.
 HOLDER = """

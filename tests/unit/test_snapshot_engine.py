@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 from control_stand import WORKER, on_loop, serving
-from warmhold_entrypoint.snapshot_engine import PROMPTS, ControlledEngine
+from warmhold_entrypoint.snapshot_mode.snapshot_engine import PROMPTS, ControlledEngine
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_wcache.control_engine import Token
 from warmhold_wcache.control_protocol import ControlError

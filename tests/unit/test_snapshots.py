@@ -11,16 +11,11 @@ from typing import Any
 
 import pytest
 from stack import write_model
-from warmhold_entrypoint import snapshots
-from warmhold_entrypoint.resident import Vault
-from warmhold_entrypoint.revoked import collect_secrets, collect_served
 from warmhold_entrypoint.settings import Settings, read_settings
-from warmhold_entrypoint.snapshots import (
-    GENERATIONS,
-    Candidate,
-    Snapshots,
-    judge,
-)
+from warmhold_entrypoint.snapshot_mode import snapshots
+from warmhold_entrypoint.snapshot_mode.revoked import collect_secrets, collect_served
+from warmhold_entrypoint.snapshot_mode.snapshots import GENERATIONS, Candidate, Snapshots, judge
+from warmhold_entrypoint.weight_cache.resident import Vault
 from warmhold_snapshot import check
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.check import Point
@@ -378,10 +373,11 @@ def test_code_of_every_package_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     for module in (snapshots, snapshots.warmhold_snapshot, snapshots.warmhold_wcache):
-        assert module.__file__
-        folder = Path(module.__file__).parent
+        path = Path(module.__file__ or "")
+        (folder,) = (item for item in path.parents if item.name.startswith("warmhold_"))
         shutil.copytree(folder, tmp_path / folder.name)
-        monkeypatch.setattr(module, "__file__", str(tmp_path / folder.name / "x.py"))
+        copied = tmp_path / path.relative_to(folder.parent)
+        monkeypatch.setattr(module, "__file__", str(copied))
     before = snapshots.digest_code()
     assert snapshots.digest_code() == before
     path = next(iter(sorted((tmp_path / package).rglob("*.py"))))

@@ -2,8 +2,8 @@
 """The runner's table of states, and its patience between starts."""
 
 import pytest
-from warmhold_entrypoint.retries import Retries, back_off_s
-from warmhold_entrypoint.states import EDGES, State
+from warmhold_entrypoint.reporting.states import EDGES, State
+from warmhold_entrypoint.running.retries import Retries, back_off_s
 
 FINAL = {State.STOPPED, State.FAILED}
 

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from warmhold_entrypoint.loop import Loop
-from warmhold_entrypoint.runner_socket import RunnerSocket
-from warmhold_entrypoint.status import (
+from warmhold_entrypoint.reporting.status import (
     SOCKET_NAME,
     Status,
     ask_status,
@@ -20,6 +18,8 @@ from warmhold_entrypoint.status import (
     render_status,
     serve_status,
 )
+from warmhold_entrypoint.running.loop import Loop
+from warmhold_entrypoint.running.runner_socket import RunnerSocket
 
 FULL: Status = {
     "state": "SERVING",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from stack import ROOT
 from vault_process import Loop, close_all, make_generation, open_fds, running_vault
-from warmhold_entrypoint.fdstore import FdStore
+from warmhold_entrypoint.container.fdstore import FdStore
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.store import FdStoreClient

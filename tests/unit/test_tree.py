@@ -15,10 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from warmhold_entrypoint import tree
-from warmhold_snapshot import pids
+import warmhold_entrypoint
+import warmhold_snapshot
+from warmhold_entrypoint.running import tree
 
-PACKAGES = os.pathsep.join(str(Path(str(item.__file__)).parents[1]) for item in (tree, pids))
+PACKAGES = os.pathsep.join(
+    str(Path(str(package.__file__)).parents[1])
+    for package in (warmhold_entrypoint, warmhold_snapshot)
+)
 MARK = 2_000_003_631
 # Starts two generations, the last in a session of its own; says all PIDs, then waits.
 ROOT = """
@@ -35,7 +39,7 @@ sys.stdin.read()
 # Adopts an orphan with a session of its own, and says its PID.
 ADOPTING_ROOT = """
 import subprocess, sys
-from warmhold_entrypoint import tree
+from warmhold_entrypoint.running import tree
 tree.become_subreaper()
 command = ["sh", "-c", "setsid sleep 60 >/dev/null & echo $!"]
 print(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout, flush=True, end="")

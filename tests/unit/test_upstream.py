@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
-from warmhold_entrypoint import upstream
 from warmhold_entrypoint.errors import Rejection
-from warmhold_entrypoint.gpu_memory import Need
-from warmhold_entrypoint.orders import CREATE, RESTART, Order
+from warmhold_entrypoint.gpus.gpu_memory import Need
 from warmhold_entrypoint.plan import Attempt, Plan
+from warmhold_entrypoint.running.orders import CREATE, RESTART, Order
 from warmhold_entrypoint.settings import Settings, read_settings
-from warmhold_entrypoint.snapshots import Snapshots
+from warmhold_entrypoint.snapshot_mode import upstream
+from warmhold_entrypoint.snapshot_mode.snapshots import Snapshots
 from warmhold_snapshot import check, cli, gone
 from warmhold_snapshot.check import Point
 from warmhold_snapshot.upstream import find_folder, list_upstream, sweep_upstream

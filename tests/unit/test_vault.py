@@ -26,8 +26,9 @@ from vault_process import (
     open_fds,
     running_vault,
 )
-from warmhold_entrypoint import fdstore, tree
-from warmhold_entrypoint.fdstore import FdStore
+from warmhold_entrypoint.container import fdstore
+from warmhold_entrypoint.container.fdstore import FdStore
+from warmhold_entrypoint.running import tree
 from warmhold_wcache import segments
 from warmhold_wcache import vault as vault_module
 from warmhold_wcache.client import VaultClient

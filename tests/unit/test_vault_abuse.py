@@ -17,7 +17,7 @@ import pytest
 from attacker import STORE_VERBS, VERBS, Attacker
 from stack import ROOT, eventually
 from vault_process import Loop, close_all, connect, make_generation, open_fds, running_vault
-from warmhold_entrypoint.fdstore import FdStore
+from warmhold_entrypoint.container.fdstore import FdStore
 from warmhold_wcache import segments
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.errors import WcacheError

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from vault_process import close_all, make_generation, running_vault
-from warmhold_entrypoint import resident, weights
-from warmhold_entrypoint.conf import ENGINE_FOLDER
+from warmhold_entrypoint.container.conf import ENGINE_FOLDER
 from warmhold_entrypoint.errors import Rejection
-from warmhold_entrypoint.resident import Vault, read_vault
+from warmhold_entrypoint.weight_cache import resident, weights
+from warmhold_entrypoint.weight_cache.resident import Vault, read_vault
 from warmhold_wcache.client import VaultClient
 
 HIT = {

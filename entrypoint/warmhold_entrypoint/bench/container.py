@@ -15,19 +15,19 @@ from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_wcache.control_client import ControlClient, ControlError
 
-from ..conf import CONF_NAME, CONTROL_SOCKET
-from ..engine_http import ProbeError, Target, request
+from ..container.conf import CONF_NAME, CONTROL_SOCKET
 from ..errors import EntrypointError, Fault
 from ..model import weight_files
-from ..orders import CREATE, RESTART, give_order
 from ..plan import Plan
-from ..readiness import build_target
+from ..reporting.states import State
+from ..reporting.status import ask_status
+from ..running.engine_http import ProbeError, Target, request
+from ..running.orders import CREATE, RESTART, give_order
+from ..running.readiness import build_target
 from ..settings import Settings
-from ..snapshot_engine import PROMPTS
-from ..snapshots import FOLDER
+from ..snapshot_mode.snapshot_engine import PROMPTS
+from ..snapshot_mode.snapshots import FOLDER
 from ..start import make_plan, read_command
-from ..states import State
-from ..status import ask_status
 
 NAME = "bench"
 _TOKENS = 8
@@ -46,7 +46,8 @@ class Container:
         self._run_dir = run_dir
         if not self.status():
             detail = "no answer from the engine's runner"
-            raise _refuse("ready.no-runner", detail, "run it in a container that serves")
+            fault = Fault("ready.no-runner", detail, "run it in a container that serves")
+            raise EntrypointError([fault])
         self.command = read_command(run_dir)
         self.settings, self.plan = self.make_plan()
         self.target: Target = build_target(self.settings)
@@ -58,7 +59,8 @@ class Container:
             self.answers = self.ask()
         except (ProbeError, ValueError, KeyError) as error:
             detail = f"the engine completes no text: {error}"
-            raise _refuse("usage.bench", detail, "measure a model that generates text") from error
+            fault = Fault("usage.bench", detail, "measure a model that generates text")
+            raise EntrypointError([fault]) from error
 
     def make_plan(self) -> tuple[Settings, Plan]:
         """Return settings and plan of a start from disk; raise EntrypointError for a fault."""
@@ -82,7 +84,8 @@ class Container:
         found = _wait(ready, float(limit_s))
         if found is None:
             detail = f"no engine serves here within {limit_s} s"
-            raise _refuse("ready.timeout", detail, "see `warmhold status` and the container's log")
+            fault = Fault("ready.timeout", detail, "see `warmhold status` and the container's log")
+            raise EntrypointError([fault])
         return found
 
     def restart(self, mode: str) -> tuple[float | None, dict[str, Any]]:
@@ -182,10 +185,6 @@ class Container:
         }
         answer = request(self.target, "POST", "/v1/completions", _ASK_S, json.dumps(body))
         return str(json.loads(answer)["choices"][0]["text"])
-
-
-def _refuse(code: str, detail: str, remedy: str) -> EntrypointError:
-    return EntrypointError([Fault(code, detail, remedy)])
 
 
 def _wait(question: Callable[[], T], limit_s: float) -> T | None:

@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 from typing import IO
 
-from .. import tree, weights
 from ..command import build_engine_argv, inherit_environment
 from ..facts import read_facts
-from ..phases import PhaseClock, Phases
+from ..running import tree
+from ..running.phases import PhaseClock, Phases
+from ..weight_cache import weights
 from .container import Container
 
 NAME = "vllm serve"

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the GPU has the memory that an engine will ask for; waited for, within a bound.
+
+A driver takes memory back some time after a process was killed, and vLLM ends where it finds too
+little free. Who holds memory is read off /proc: in containers the driver names nobody.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..arguments import EngineArguments
+from ..log import Log
+from ..running import tree
+from .gpu import Gpu
+
+CODE = "gpu.memory"
+_PROBE = Path(__file__).with_name("gpu_memory_probe.py")
+_LIMIT_S = 20.0
+_POLL_S = 0.5
+_MIB = 1 << 20
+# Of vLLM 0.33's CacheConfig.gpu_memory_utilization.
+_UTILIZATION = 0.92
+
+_log = Log("gpu")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that have to be free on each GPU, by UUID; of those that are missing `others_bytes`
+    are other resident weights, which no waiting brings back."""
+
+    by_uuid: Mapping[str, int]
+    others_bytes: int = 0
+
+
+def build_need(
+    arguments: EngineArguments, gpus: Sequence[Gpu], mapped_bytes: int, others_bytes: int = 0
+) -> Need:
+    """Given the engine's arguments, the GPUs that it computes on, and the bytes on each that are
+    resident already and will be mapped, or stay beside it, return what has to be free. A slice of
+    a GPU is left out: NVML does not tell its memory by this name."""
+    try:
+        share = float(arguments.value("--gpu-memory-utilization") or _UTILIZATION)
+    except ValueError:  # vLLM says so
+        share = 0.0
+    need = {
+        gpu.uuid: max(0, int(gpu.memory_bytes * share) - mapped_bytes)
+        for gpu in gpus
+        if not gpu.is_slice
+    }
+    return Need(need, others_bytes)
+
+
+def wait_for_memory(need: Need, limit_s: float, stop: threading.Event) -> str:
+    """Given what has to be free, wait for it at most `limit_s`, or until a stop; return "", or what
+    is missing and who holds the memory. Where NVML cannot be asked nothing is missing."""
+    began = time.monotonic()
+    while True:
+        missing = find_missing(need, read_free(list(need.by_uuid)))
+        waited_s = time.monotonic() - began
+        if not missing:
+            if waited_s > _POLL_S:
+                _log.info("GPU memory came back", waited_s=waited_s)
+            return ""
+        futile = max(missing.values()) <= need.others_bytes
+        if futile or waited_s >= limit_s or stop.is_set():
+            uuid, short = max(missing.items(), key=lambda item: item[1])
+            return (
+                f"GPU {uuid} lacks {short // _MIB} MiB of the {need.by_uuid[uuid] // _MIB} that the"
+                f" engine will ask for, after {waited_s:.0f} s; held by {describe_holders(need)}"
+            )
+        if waited_s < _POLL_S:
+            _log.info("waiting for GPU memory", missing_mib=max(missing.values()) // _MIB)
+        stop.wait(_POLL_S)
+
+
+def find_missing(need: Need, free: Mapping[str, int]) -> dict[str, int]:
+    """Given needed and free bytes by UUID, return those that are missing; a GPU whose free memory
+    is unknown lacks nothing."""
+    short = {uuid: size - free.get(uuid, size) for uuid, size in need.by_uuid.items()}
+    return {uuid: size for uuid, size in short.items() if size > 0}
+
+
+def read_free(uuids: Sequence[str]) -> dict[str, int]:
+    """Given UUIDs, return the free bytes of each as NVML has it; {} where it cannot be asked."""
+    if not uuids:
+        return {}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", str(_PROBE), *uuids],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.info("free GPU memory is not known", detail=str(error))
+        return {}
+    found = {}
+    for line in done.stdout.splitlines():
+        kind, _, rest = line.partition(" ")
+        if kind == "free":
+            uuid, size = rest.split(" ")
+            found[uuid] = int(size)
+        elif kind == "error":
+            _log.info("free GPU memory is not known", detail=rest)
+    return found
+
+
+def find_holders() -> list[tree.Process]:
+    """Return the processes that hold a GPU open, by their descriptors; those of this PID namespace
+    that may be looked into."""
+    holders = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            links = (os.readlink(link) for link in (folder / "fd").iterdir())  # noqa: PTH115
+            if any(is_device(link) for link in links):
+                process = tree.read_process(int(folder.name))
+                holders += [process] if process else []
+    return sorted(holders, key=lambda process: process.pid)
+
+
+def is_device(link: str) -> bool:
+    """Given what a descriptor links to, tell whether that is a GPU: /dev/nvidia0, but neither the
+    control device, which segments of memory are too, nor another one."""
+    return link.startswith("/dev/nvidia") and link[len("/dev/nvidia") :].isdigit()
+
+
+def describe_holders(need: Need) -> str:
+    """Given the need, name who holds memory of the GPUs."""
+    names = [f"{process.name}:{process.pid}" for process in find_holders()]
+    if need.others_bytes:
+        names.append(f"other resident weights ({need.others_bytes // _MIB} MiB)")
+    return ", ".join(names) or "no process of this container"
