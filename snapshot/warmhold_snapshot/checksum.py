@@ -9,6 +9,7 @@ threads run while it works; it is imported only where bytes are read.
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,9 @@ PIECE_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20
 # More of them wait for each other: 32 took twice as long as 16.
 _MOST_THREADS = 16
+# Open at a time. A tree of a machine with many cores has an image for each of thousands of threads,
+# and a container may open 1024 files.
+_MOST_FILES = 128
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -57,6 +61,23 @@ def compute_checksums(
     Links are not followed. Raise OSError where one cannot be read or got shorter meanwhile.
     `progress` is called from one thread only.
     """
+    listed = list(names)
+    total = sum((folder / name).lstat().st_size for name in listed) if progress else 0
+    found: dict[str, tuple[int, str]] = {}
+    for first in range(0, len(listed), _MOST_FILES):
+        before = sum(size for size, _ in found.values())
+        told = partial(_tell, progress, before, total) if progress else None
+        found |= _compute_some(folder, listed[first : first + _MOST_FILES], threads, told)
+    return found
+
+
+def _tell(progress: Progress, before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
+
+
+def _compute_some(
+    folder: Path, names: Sequence[str], threads: int | None, progress: Progress | None
+) -> dict[str, tuple[int, str]]:
     handles: dict[str, int] = {}
     try:
         for name in names:

@@ -391,6 +391,35 @@ def test_checksums_do_not_depend_on_threads(tmp_path: Path) -> None:
     assert len({digest for _, digest in one.values()}) == len(CONTENT)
 
 
+def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"core-{number}.img" for number in range(400)]
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode())
+    opened, close, most = 0, os.close, 0
+
+    def open_counted(*given: Any, **named: Any) -> int:
+        nonlocal opened, most
+        handle, opened = os_open(*given, **named), opened + 1
+        most = max(most, opened)
+        return handle
+
+    def close_counted(handle: int) -> None:
+        nonlocal opened
+        close(handle)
+        opened -= 1
+
+    os_open = os.open
+    monkeypatch.setattr(os, "open", open_counted)
+    monkeypatch.setattr(os, "close", close_counted)
+    seen: list[tuple[int, int]] = []
+    found = checksum.compute_checksums(
+        tmp_path, names, progress=lambda done, total: seen.append((done, total))
+    )
+    total = sum(map(len, names))
+    assert list(found) == names and most <= 200
+    assert seen[-1] == (total, total) and seen == sorted(seen)
+
+
 def test_checksums_follow_no_link(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("/etc/hostname")
     with pytest.raises(OSError):
