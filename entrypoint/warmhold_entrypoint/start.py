@@ -98,7 +98,8 @@ def prepare_folders(settings: Settings, plan: Plan) -> None:
         try:
             folder.mkdir(mode=0o755, parents=True, exist_ok=True)
             if folder in of_engine and folder.stat().st_uid != uid:
-                os.chown(folder, uid, uid)
+                # What lies in a folder of the engine's may be a link that the engine has put there.
+                os.chown(folder, uid, uid, follow_symlinks=folder.parent not in of_engine)
         except OSError as error:
             raise EntrypointError(
                 [
