@@ -140,12 +140,28 @@ def test_a_spoilt_entry_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model, cache = _checkpoint(tmp_path / "model", files=1), tmp_path / "digests"
     first = compute_content(model, cache)
     (entry,) = cache.glob("*.json")
-    for text in ("", "{", "[]", '{"version": {}}', entry.read_text()[:-10]):
+    for text in ("", "{", "[]", "[" * 60_000, '{"version": {}}', entry.read_text()[:-10]):
         entry.write_text(text)
         assert read_cached_content(model, cache).digest == ""
         assert compute_content(model, cache) == first
     assert entry.stat().st_mode & 0o777 == 0o600
     assert cache.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_an_entry_is_neither_a_link_nor_a_pipe(tmp_path: Path, written: bool) -> None:
+    model, cache = _checkpoint(tmp_path / "model", files=1), tmp_path / "digests"
+    assert compute_content(model, cache).digest == read_cached_content(model, cache).digest
+    (entry,) = cache.glob("*.json")
+    entry.rename(tmp_path / "elsewhere")
+    entry.symlink_to(tmp_path / "elsewhere")
+    assert read_cached_content(model, cache).digest == ""
+    entry.unlink()
+    os.mkfifo(entry)
+    writer = os.open(entry, os.O_RDWR) if written else None
+    assert read_cached_content(model, cache).digest == ""
+    if writer is not None:
+        os.close(writer)
 
 
 def test_digests_are_not_needed(tmp_path: Path) -> None:

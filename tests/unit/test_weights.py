@@ -71,6 +71,7 @@ def test_no_report_is_no_summary(tmp_path: Path) -> None:
         *("", "[]", "{}", "null", '{"mode": 1}', "\ud800", "[" * 100_000),
         json.dumps({**HIT, "mode": "snapshot"}),
         json.dumps({**HIT, "seconds": {"total": "x"}}),
+        json.dumps({**HIT, "fields": {"x": 1}}).replace("1}", "[" * 10_000 + "]" * 10_000 + "}"),
         json.dumps({**HIT, "reason": "x" * (2 << 20)}),
     ],
     ids=lambda text: text[:20],
@@ -85,9 +86,12 @@ def test_neither_links_nor_pipes_are_read(folder: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.json"
     secret.write_text(json.dumps(HIT))
     (folder / "weights-1-1.json").symlink_to(secret)
-    os.mkfifo(folder / "weights-2-1.json")
+    for name in ("weights-2-1.json", "weights-4-1.json"):
+        os.mkfifo(folder / name)
+    writer = os.open(folder / "weights-4-1.json", os.O_RDWR)
     (folder / "weights-3-1.json").mkdir()
     assert weights.read_reports(folder.parent) == []
+    os.close(writer)
     weights.forget_reports(folder.parent)
     assert [path.name for path in folder.iterdir()] == ["weights-3-1.json"]
     assert secret.exists()

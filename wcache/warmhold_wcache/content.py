@@ -22,6 +22,7 @@ _BLOCK_BYTES = 16 << 20
 # A file that was written a moment ago can be written again within one tick of the clock that stamps
 # ctime, so that both versions look alike: its digest is used, and not kept (git calls it racy).
 _SETTLED_S = 2.0
+_MAX_ENTRY_BYTES = 1 << 16
 # Tried in this order, as vLLM's default loader does: the first kind that exists is the checkpoint.
 _KINDS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -192,8 +193,11 @@ def _read_digest(version: FileVersion, cache: Path | None) -> str | None:
     if cache is None:
         return None
     try:
-        entry = json.loads(_entry(version, cache).read_text())
-    except (OSError, ValueError):
+        # Neither a link to follow nor a pipe to wait for: the folder is the engine's.
+        fd = os.open(_entry(version, cache), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            entry = json.loads(file.read(_MAX_ENTRY_BYTES) or b"")
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(entry, dict) or entry.get("version") != asdict(version):
         return None

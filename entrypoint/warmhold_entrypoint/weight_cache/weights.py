@@ -193,11 +193,12 @@ def read_reports(run_dir: Path) -> list[Report]:
     """Given the run directory, return the reports since `forget_reports`; wrong ones are left."""
     reports = []
     for path in sorted((run_dir / ENGINE_FOLDER).glob("weights-*.json")):
-        with suppress(OSError, msgspec.DecodeError):
+        with suppress(OSError, msgspec.DecodeError, RecursionError):
             # Neither a link to follow nor a pipe to wait for: the folder is the engine's.
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with os.fdopen(fd, "rb") as file:
-                reports.append(msgspec.json.decode(file.read(_MAX_REPORT_BYTES), type=Report))
+                text = file.read(_MAX_REPORT_BYTES) or b""
+                reports.append(msgspec.json.decode(text, type=Report))
     return reports
 
 
