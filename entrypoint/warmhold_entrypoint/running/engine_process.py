@@ -71,10 +71,11 @@ class EngineProcess:
     def end_tree(self, timeout_s: float) -> list[tree.Process]:
         """Kill every process of the tree, reap, pass on the rest of the log, give all back.
 
-        Return the processes that outlast `timeout_s`.
+        Return the processes that outlast `timeout_s`; the first one may be among them.
         """
         left = tree.kill_members(os.getpid(), timeout_s)
-        self._process.wait(timeout_s)
+        with suppress(subprocess.TimeoutExpired):  # in the kernel, with a driver or disk that hangs
+            self._process.wait(timeout_s)
         tree.reap_adopted()
         self._loop.forget(self._pidfd)
         self._loop.forget(self._reader)
@@ -103,7 +104,8 @@ class EngineProcess:
         view = memoryview(chunk)
         while view:
             view = view[os.write(sys.stdout.fileno(), view) :]
-        *lines, self._partial = (self._partial + chunk).split(b"\n")
+        *lines, rest = (self._partial + chunk).split(b"\n")
+        self._partial = rest[-_CHUNK_BYTES:]  # a progress bar may go on for hours without a newline
         for line in lines:
             self._on_line(line)
         return bool(chunk)

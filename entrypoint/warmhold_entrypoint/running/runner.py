@@ -7,6 +7,7 @@ failed, whatever its status says. One loop owns all state; the prober and a rest
 """
 
 import shlex
+import signal
 import time
 from collections.abc import Sequence
 
@@ -367,8 +368,7 @@ class Runner:
         self._process = None
         self._leftovers.remove_files()
         status = process.poll()
-        assert status is not None
-        return status
+        return -signal.SIGKILL if status is None else status
 
     def _after_crash(self, code: int, reason: str) -> tuple[int | None, str]:
         """A serving engine ended: always start again, more slowly when it serves only briefly."""
