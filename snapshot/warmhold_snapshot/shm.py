@@ -57,7 +57,10 @@ def save(inodes: Collection[int], pack: Path, folder: Path = FOLDER) -> tuple[Sh
     try:
         position = 0
         for name in sorted(path.name for path in folder.iterdir()):
-            status = os.stat(name, dir_fd=shm, follow_symlinks=False)
+            try:
+                status = os.stat(name, dir_fd=shm, follow_symlinks=False)
+            except FileNotFoundError:  # another program's: the tree's own stands still
+                continue
             wanted = status.st_ino in inodes or _PATTERN.fullmatch(name)
             if not wanted or not stat.S_ISREG(status.st_mode):
                 continue
@@ -67,8 +70,11 @@ def save(inodes: Collection[int], pack: Path, folder: Path = FOLDER) -> tuple[Sh
             if status.st_ino in first_names:
                 entries.append(_replace(entry, same_as=first_names[status.st_ino]))
                 continue
+            try:
+                source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=shm)
+            except FileNotFoundError:
+                continue
             first_names[status.st_ino] = name
-            source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=shm)
             try:
                 extents = tuple(_find_extents(source, status.st_size))
                 for offset, length in extents:

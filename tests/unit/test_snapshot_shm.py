@@ -3,6 +3,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from warmhold_snapshot import shm
@@ -47,6 +48,22 @@ def test_what_is_saved(folder: Path, tmp_path: Path) -> None:
     assert files["psm_ring"].stored_bytes < MIB
     assert (tmp_path / "pack").stat().st_size == sum(file.stored_bytes for file in files.values())
     assert (tmp_path / "pack").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("call", ["stat", "open"])
+def test_what_others_remove_meanwhile_is_left_out(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    original = getattr(os, call)
+
+    def remove_first(path: str, *given: Any, **named: Any) -> Any:
+        if path == "sem.empty":
+            (folder / path).unlink()
+        return original(path, *given, **named)
+
+    monkeypatch.setattr(os, call, remove_first)
+    names = [file.name for file in save(folder, tmp_path / "pack")]
+    assert names == ["link_remap.12", "psm_ring", "sem.one", "torch_123"]
 
 
 def test_all_comes_back(folder: Path, tmp_path: Path) -> None:
