@@ -115,7 +115,11 @@ class Store:
         """
         folder = self.path(manifest.name)
         wanted = {file.name: file for file in manifest.files}
-        sizes = _read_sizes(folder)
+        try:
+            sizes = _read_sizes(folder)
+        except OSError as error:  # removed meanwhile
+            detail = f"{manifest.name}: its files cannot be listed: {error}"
+            raise SnapshotError("snapshot.damaged", detail, _RECREATE) from error
         wrong = [f"{name} is missing" for name in wanted.keys() - sizes.keys()]
         wrong += [f"{name} is not its own" for name in sizes.keys() - wanted.keys()]
         wrong += [
@@ -226,7 +230,7 @@ class Store:
                 try:
                     self.remove(row.name)
                 except SnapshotError as error:
-                    if error.code != "snapshot.busy":
+                    if error.code not in ("snapshot.busy", "snapshot.absent"):
                         raise
                 else:
                     removed.append(row.name)
@@ -287,7 +291,10 @@ def remove(folder: Path) -> None:
     """Given an artifact's own folder, remove it as `Store.remove` does; that needs no key."""
     with locked(folder, ALONE, _IN_USE):
         away = folder.with_name(f"{DRAFT}{folder.name}-{secrets.token_hex(4)}")
-        folder.rename(away)
+        try:
+            folder.rename(away)
+        except FileNotFoundError as error:  # somebody else removed it before the lock was ours
+            raise SnapshotError("snapshot.absent", f"{folder} has gone", "try again") from error
         shutil.rmtree(away)
 
 
@@ -299,7 +306,7 @@ def sweep(folder: Path) -> list[str]:
             try:
                 with locked(entry, ALONE, _IN_USE):
                     shutil.rmtree(entry, ignore_errors=True)
-            except SnapshotError:  # being made right now
+            except SnapshotError:  # being made right now, or swept by somebody else
                 continue
             removed.append(entry.name)
     return removed

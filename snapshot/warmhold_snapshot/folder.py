@@ -18,11 +18,14 @@ ALONE, TOGETHER = fcntl.LOCK_EX, fcntl.LOCK_SH
 def locked(folder: Path, kind: int, busy: str) -> Iterator[int]:
     """Given a folder, hold it `ALONE` or `TOGETHER` with others that do; yield the lock as a
     descriptor. Raise SnapshotError `snapshot.busy`, with the given words, where somebody is in the
-    way.
+    way, and `snapshot.absent` where the folder has gone meanwhile.
 
     A program that inherits the descriptor holds the lock too, also when its starter was killed.
     """
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise SnapshotError("snapshot.absent", f"{folder} has gone", "try again") from error
     try:
         try:
             fcntl.flock(handle, kind | fcntl.LOCK_NB)

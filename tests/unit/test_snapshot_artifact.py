@@ -4,7 +4,9 @@
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +312,51 @@ def test_removal_while_in_use(store: Store) -> None:
         assert refusal(lambda: store.remove("one")).code == "snapshot.busy"
     store.remove("one")
     assert [path.name for path in store.folder.iterdir()] == [".key"]
+
+
+def test_two_prune_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(store, "one")
+    make(store, "two")
+    rows = store.rows()
+    store.remove("one")
+    monkeypatch.setattr(store, "rows", lambda: rows)
+    assert store.prune(keep=0) == ["two"]
+
+
+def test_what_goes_while_it_is_looked_at(store: Store) -> None:
+    """Several threads look and use while others remove and sweep: all of it has a code."""
+    stop, surprises, codes = threading.Event(), [], set()
+
+    def repeat(act: Callable[[], object]) -> None:
+        while not stop.is_set():
+            try:
+                act()
+            except SnapshotError as error:
+                codes.add(error.code)
+            except Exception as error:
+                surprises.append(error)
+
+    def look() -> None:
+        for name in store.names():
+            store.verify(store.read(name), checksums=False)
+
+    def use() -> None:
+        for name in store.names():
+            with store.using(name):
+                pass
+
+    acts = (look, use, store.sweep, lambda: store.prune(0), lambda: store.prune(0))
+    threads = [threading.Thread(target=repeat, args=(act,)) for act in acts]
+    for thread in threads:
+        thread.start()
+    for _ in range(15):
+        with suppress(SnapshotError):
+            make(store)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert surprises == []
+    assert codes <= {"snapshot.busy", "snapshot.absent", "snapshot.damaged"}
 
 
 def test_a_link_is_no_artifact(store: Store, tmp_path: Path) -> None:
