@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files in /dev/shm: whose they are is seen from who holds them, never from a name."""
 
+import errno
 import json
 import mmap
 import os
@@ -113,6 +114,19 @@ def test_a_later_runner_removes_what_a_killed_one_saw(
     assert len(ShmLedger(tmp_path).remove_files()) == 2
     assert json.loads((tmp_path / LEDGER_FILE).read_text()) == {"inodes": []}
     assert [path.exists() for path in files] == [False, False, False, True]
+
+
+def test_a_full_run_directory_ends_no_engine(
+    tmp_path: Path, files: list[Path], holder: tree.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("warmhold_entrypoint.running.shm.write_atomically", fail)
+    ledger = ShmLedger(tmp_path)
+    ledger.note([holder])
+    end(holder)
+    assert len(ledger.remove_files()) == 2
 
 
 def test_a_file_that_was_replaced_under_the_same_name_stays(

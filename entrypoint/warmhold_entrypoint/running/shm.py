@@ -14,11 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..files import read_json, write_atomically
+from ..log import Log
 from .tree import Process, read_all
 
 LEDGER_FILE = "shm.json"
 _FOLDER = Path("/dev/shm")
 _MAPPING = re.compile(r"^[0-9a-f]+-\S+ \S+ \S+ \S+ (\d+) +/dev/shm/", re.MULTILINE)
+
+_log = Log("engine")
 
 
 def find_inodes(processes: Iterable[Process]) -> set[int]:
@@ -71,4 +74,7 @@ class ShmLedger:
         return removed
 
     def _write(self) -> None:
-        write_atomically(self._path, json.dumps({"inodes": sorted(self._inodes)}))
+        try:
+            write_atomically(self._path, json.dumps({"inodes": sorted(self._inodes)}))
+        except OSError as error:  # a full run directory ends no engine
+            _log.warning("cannot keep whose shared memory is whose", detail=str(error))
