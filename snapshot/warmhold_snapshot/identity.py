@@ -14,6 +14,7 @@ import os
 import secrets as random
 import stat
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -180,16 +181,15 @@ def _make_key(path: Path) -> bytes:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-            file.write(random.token_bytes(KEY_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
         try:
-            os.link(temporary, path)  # the first of several makers wins, and all read its key
-        except FileExistsError:
-            pass
+            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(random.token_bytes(KEY_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(FileExistsError):  # the first of several makers wins, all read its key
+                os.link(temporary, path)
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         detail = f"{path} cannot be made: {error.strerror}"
         raise SnapshotError("snapshot.key", detail, "mount a writable state volume") from error

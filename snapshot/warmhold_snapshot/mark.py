@@ -27,11 +27,15 @@ def write_mark(folder: Path, error: SnapshotError, circumstances: dict[str, str]
     mark = Mark(error.code, error.detail, utc_now(), circumstances)
     temporary = folder / f".{MARK}.{secrets.token_hex(4)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(mark))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / MARK)
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(mark))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(folder / MARK)
+    except BaseException:  # a full disk leaves nothing half written
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def clear_mark(folder: Path) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Artifacts: whole or not there, every damage found, nothing in use removed."""
 
+import errno
 import fcntl
 import json
 import os
@@ -276,6 +277,10 @@ def test_absent(store: Store) -> None:
 # Marks, lists, removal
 
 
+def fail(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_marks(store: Store) -> None:
     make(store)
     folder = store.path("one")
@@ -291,6 +296,17 @@ def test_marks(store: Store) -> None:
     clear_mark(folder)
     clear_mark(folder)
     assert store.rows()[0].state == "usable"
+
+
+def test_a_mark_that_finds_no_room_leaves_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(store)
+    before = sorted(store.path("one").iterdir())
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError):
+        write_mark(store.path("one"), SnapshotError("snapshot.restore", "x"), {})
+    assert sorted(store.path("one").iterdir()) == before
 
 
 def test_prune_keeps_the_newest_usable(store: Store) -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must be equal: every field that differs is named, and no secret can be read."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,17 @@ def test_the_key_file(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert identity.read_key(path) == key
     assert [entry.name for entry in path.parent.iterdir()] == [".key"]
+
+
+def test_a_key_file_that_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(SnapshotError) as caught:
+        identity.read_key(tmp_path / ".key")
+    assert caught.value.code == "snapshot.key"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_key_file_that_is_none(tmp_path: Path) -> None:
