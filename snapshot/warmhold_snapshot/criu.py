@@ -36,6 +36,7 @@ from .errors import SnapshotError
 PROGRAM = "criu"
 DUMP_LOG, RESTORE_LOG = "dump.log", "restore.log"
 _KEY_LINES, _TAIL_LINES = 80, 40
+_KILLED_S = 2.0
 # What criu says on every run in a container, and what does not matter there.
 _HARMLESS = re.compile(
     r"tun: Unable to create tun|Can't setup RLIMIT_NOFILE|ns_last_pid sysctl is inaccessible"
@@ -218,7 +219,14 @@ def _common(images: Path, work: Path, log: str, plugins: Path | None) -> list[st
 
 
 def _kill(process: "subprocess.Popen[str]") -> str:
-    """Kill criu and the script that it may be waiting for; return what it printed."""
+    """Kill criu and the script that it may be waiting for; return what it printed.
+
+    A part of a tree that it was making may have its pipe still, and is ended by the caller only
+    after this; what it printed is then lost, its log is not.
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    return process.communicate()[0]
+    try:
+        return process.communicate(timeout=_KILLED_S)[0]
+    except subprocess.TimeoutExpired:
+        return ""

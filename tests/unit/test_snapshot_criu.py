@@ -2,8 +2,10 @@
 """How criu is called and what is shown of its log; no criu is needed."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +155,17 @@ def test_no_criu(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError) as caught:
         criu.run([str(tmp_path / "criu"), "check"], 5)
     assert caught.value.code == "snapshot.criu-absent"
+
+
+def test_who_has_a_killed_crius_pipe_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a half restored tree has, which is in sessions of its own."""
+    monkeypatch.setattr(criu, "_KILLED_S", 0.2)
+    left = tmp_path / "pid"
+    script = f"setsid sh -c 'echo $$ > {left}; exec sleep 60' & exec sleep 60"
+    began = time.monotonic()
+    with pytest.raises(SnapshotError) as caught:
+        criu.run(["/bin/sh", "-c", script], 1.0)
+    assert caught.value.code == "snapshot.timeout" and time.monotonic() - began < 10
+    os.kill(int(left.read_text()), signal.SIGKILL)
