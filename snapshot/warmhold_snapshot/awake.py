@@ -25,7 +25,12 @@ def awake(plugins: Path | None) -> Iterator[dict[str, str]]:
     if plugins is None:
         yield {}
         return
-    with tempfile.TemporaryDirectory(prefix="cuda-", ignore_cleanup_errors=True) as folder:
+    try:
+        made = tempfile.TemporaryDirectory(prefix="cuda-", ignore_cleanup_errors=True)
+    except OSError:  # a full disk
+        yield {}
+        return
+    with made as folder:
         variable = {SOCKET: f"{folder}/holder.sock"}
         holder = _hold(variable)
         try:

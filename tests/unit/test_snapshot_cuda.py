@@ -135,6 +135,14 @@ def test_a_driver_that_cannot_be_held(
         pass
 
 
+def test_without_a_temporary_folder_nothing_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    with awake.awake(tmp_path) as variable:
+        assert variable == {}
+
+
 def test_who_has_a_gpus_file_open(tmp_path: Path) -> None:
     for pid, link in ((7, "/dev/nvidiactl"), (8, "/dev/null"), (9, "pipe:[3]")):
         (tmp_path / str(pid) / "fd").mkdir(parents=True)
