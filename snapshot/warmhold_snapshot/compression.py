@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from .checksum import Progress
 from .errors import SnapshotError
 from .folder import ALONE, locked
 
@@ -57,16 +58,18 @@ def is_compressed(images: Path) -> bool:
 
 
 @contextmanager
-def expanded(images: Path, parent: Path, prefix: str) -> Iterator[tuple[Path, int]]:
+def expanded(
+    images: Path, parent: Path, prefix: str, progress: Progress | None = None
+) -> Iterator[tuple[Path, int]]:
     """Given the image folder, make a folder in `parent`, with a name that begins with the prefix,
     where criu finds every image as it wrote it; yield it and a descriptor that keeps it from being
     swept. It is gone afterwards. Raise SnapshotError `snapshot.disk` where there is no room,
-    `snapshot.damaged` where what is stored is not LZ4."""
+    `snapshot.damaged` where what is stored is not LZ4, and what `progress` raises."""
     folder = parent / f"{prefix}{secrets.token_hex(4)}"
     try:
         folder.mkdir(mode=0o700)
         with locked(folder, ALONE, "it is being expanded") as lock_fd:
-            _fill(images, folder)
+            _fill(images, folder, progress)
             yield folder, lock_fd
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -85,19 +88,20 @@ def _compress_all(images: Path) -> None:
         path.unlink()
 
 
-def _fill(images: Path, folder: Path) -> None:
+def _fill(images: Path, folder: Path, progress: Progress | None) -> None:
     try:
         for path in images.iterdir():
             if path.suffix != SUFFIX:
                 (folder / path.name).symlink_to(path.resolve())
-        _expand(sorted(images.glob(f"pages-*.img{SUFFIX}")), folder)
+        _expand(sorted(images.glob(f"pages-*.img{SUFFIX}")), folder, progress)
     except OSError as error:
         detail = f"the images cannot be expanded in {folder}: {error}"
         raise SnapshotError("snapshot.disk", detail, _REMEDY) from error
 
 
-def _expand(paths: list[Path], folder: Path) -> None:
+def _expand(paths: list[Path], folder: Path, progress: Progress | None) -> None:
     lz4 = _load()
+    total, before = sum(path.stat().st_size for path in paths), 0
     with _pool() as pool:
         for path in paths:
             source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -105,8 +109,14 @@ def _expand(paths: list[Path], folder: Path) -> None:
             target = os.open(folder / path.name.removesuffix(SUFFIX), flags, 0o600)
             try:
                 pieces = _read_pieces(source, path)
-                if not all(list(pool.map(partial(_restore, lz4, source, target), pieces))):
-                    raise _damaged(path)
+                expand = partial(_restore, lz4, source, target)
+                # No name for what map returns: with it the pieces that are left go.
+                for piece, is_right in zip(pieces, pool.map(expand, pieces), strict=True):
+                    if not is_right:
+                        raise _damaged(path)
+                    if progress is not None:
+                        progress(before + piece.start + piece.stored, total)
+                before += os.fstat(source).st_size
             finally:
                 os.close(target)
                 os.close(source)

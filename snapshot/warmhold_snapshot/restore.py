@@ -87,7 +87,8 @@ def restore(
         images = folder / IMAGES
         if compression.is_compressed(images):
             with clock.step("expand"):
-                given = compression.expanded(images, store.folder, f"{DRAFT}{name}-")
+                prefix = f"{DRAFT}{name}-"
+                given = compression.expanded(images, store.folder, prefix, progress)
                 images, lock_fd = held.enter_context(given)
                 locks.append(lock_fd)
         with clock.step("shm"):

@@ -3,7 +3,10 @@
 
 import os
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from warmhold_snapshot import compression
@@ -44,6 +47,41 @@ def test_every_byte_comes_back(images: Path, tmp_path: Path) -> None:
     assert compression.is_compressed(images)
     assert expand(images) == CONTENTS
     assert list(tmp_path.iterdir()) == [images], "nothing is left of it"
+
+
+def test_it_can_be_followed(images: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    total = sum(path.stat().st_size for path in images.glob("*.lz4"))
+    with compression.expanded(
+        images, tmp_path, ".tmp-", lambda done, total: seen.append((done, total))
+    ):
+        assert seen == sorted(seen) and len(seen) == 7 and seen[-1] == (total, total)
+
+
+def test_it_can_be_ended(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: pieces that nobody has begun with are left."""
+    seen: list[int] = []
+    begun: list[object] = []
+    restore = compression._restore
+
+    def restore_slowly(*given: Any) -> bool:
+        begun.append(given)
+        time.sleep(0.05)
+        return restore(*given)
+
+    monkeypatch.setattr(compression, "_restore", restore_slowly)
+    monkeypatch.setattr(compression, "_pool", lambda: ThreadPoolExecutor(1))
+
+    def end(done: int, total: int) -> None:
+        seen.append(done)
+        raise SnapshotError("snapshot.stopped", "enough")
+
+    with (
+        pytest.raises(SnapshotError, match="enough"),
+        compression.expanded(images, tmp_path, ".tmp-", end),
+    ):
+        pass
+    assert len(seen) == 1 and len(begun) <= 2 and list(tmp_path.iterdir()) == [images]
 
 
 def test_images_as_they_were_need_nothing(tmp_path: Path) -> None:

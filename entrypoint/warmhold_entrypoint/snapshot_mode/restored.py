@@ -45,6 +45,7 @@ CIRCUMSTANTIAL = (
 _UNMARKED = (*CIRCUMSTANTIAL, "snapshot.weights-damaged")
 # A stop waits so long for a restore, which is then ended.
 _STOP_S = 5.0
+_AGAIN_S = 0.2
 _NEAR = 200
 _VAULT_S = 5.0
 _VAULT_POLL_S = 0.05
@@ -113,6 +114,7 @@ class Restoration:
                 give_up_at = give_up_at or time.monotonic() + _STOP_S
                 if time.monotonic() > give_up_at:
                     tree.kill_below(os.getpid(), _STOP_S)  # criu, and what it has made
+                    give_up_at = time.monotonic() + _AGAIN_S
             loop.wait(give_up_at)
         if self.process is None:
             os.close(self.reader)
