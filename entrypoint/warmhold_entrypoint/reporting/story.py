@@ -41,6 +41,11 @@ class Story:
     weights: dict[str, Any] | None = field(default=None)
     degraded: str = ""  # what is wrong although it serves
 
+    @property
+    def detail(self) -> str:
+        """State and reason in a line."""
+        return f"{self.state}: {self.reason}"
+
     def begin_attempt(self, mode: str, snapshot: str, rejections: Sequence[Rejection]) -> None:
         """Forget the attempt before, and say which one begins."""
         self.mode, self.snapshot, self.rejections = mode, snapshot, rejections

@@ -243,8 +243,8 @@ class Runner:
     def take_order(self, order: Order) -> None:
         """Act on an order, or refuse it."""
         if self._story.state is not State.SERVING or not self._story.ready or self._snapshotting:
-            detail = f"{self._story.state}: {self._story.reason}"
-            order.refuse("snapshot.not-serving", detail, "wait for `warmhold status` to say ready")
+            detail = (self._snapshotting or self._story).detail
+            order.refuse("snapshot.not-serving", detail, "try again later; see `warmhold status`")
         elif order.ends_engine:
             self._begin_restart(order)
         elif against := find_against_ours(self._plan.snapshots, self._story.snapshot):

@@ -68,6 +68,12 @@ class Snapshotting:
         self._until = time.monotonic() + _LIMIT_S
 
     @property
+    def detail(self) -> str:
+        """Why no other order is taken meanwhile."""
+        serves = "" if self.holds else ", while the engine serves again"
+        return f"the snapshot {self.name} is being made{serves}"
+
+    @property
     def code(self) -> str:
         """Why there is no artifact, once it is over; "" where there is one."""
         return str(self._result.get("code", ""))
@@ -109,6 +115,8 @@ class Snapshotting:
             return None
         making, result = self._making, self._making.finish()
         if making.request["act"] == "resume":
+            if not result["ok"]:  # the answer is that the engine ends, and not only its snapshot
+                self._result = result
             self._end()
             return None if result["ok"] else Fault.of(result)
         self._result = result
