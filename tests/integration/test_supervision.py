@@ -275,6 +275,16 @@ def test_a_download_that_fails_is_given_up(make_stack: MakeStack) -> None:
     assert "owner/name could not be downloaded" in stack.text()
 
 
+def test_a_download_without_a_model_is_given_up(make_stack: MakeStack, tmp_path: Path) -> None:
+    """As of a repository that has an adapter alone: hf ends with 0."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    values = {"WARMHOLD_MODEL": "owner/name", "FAKE_HF_MODEL": str(tmp_path / "m")}
+    stack = make_stack(**values, WARMHOLD_MAX_FAILURES="2").boot()
+    assert stack.wait() == 1
+    assert "owner/name could not be downloaded" in stack.text()
+
+
 def test_an_engine_that_is_late_is_ended_with_75(make_stack: MakeStack) -> None:
     stack = make_stack(
         WARMHOLD_READY_TIMEOUT_S="2", WARMHOLD_MAX_FAILURES="1", FAKE_VLLM_TOKEN_S="3600"

@@ -19,7 +19,7 @@ class State(StrEnum):
 
 
 EDGES = {
-    State.SWEEP: {State.FETCHING, State.TRYING, State.STOPPED, State.FAILED},
+    State.SWEEP: {State.FETCHING, State.TRYING, State.WAITING, State.STOPPED, State.FAILED},
     State.FETCHING: {State.SWEEP, State.WAITING, State.STOPPED, State.FAILED},
     State.TRYING: {
         State.SERVING,
