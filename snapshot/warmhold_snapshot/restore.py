@@ -30,6 +30,7 @@ _PIDFILE = "restored.pid"
 _BUSY = "another restore is at work"
 _END_S = 5.0
 _POLL_S = 0.01
+_LISTED = 20  # of numbers that are taken: an engine may have thousands of threads
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,9 @@ def _end_tree(manifest: Manifest, known: set[tuple[int, int]]) -> None:
 
 def _require_free(manifest: Manifest, timeout_s: float) -> None:
     if taken := pids.wait_until_free(manifest.ids(), timeout_s):
-        lines = [f"{number} is {who}" for number, who in sorted(taken.items())]
-        detail = f"{len(lines)} process or thread id(s) are taken: {'; '.join(lines)}"
+        lines = [f"{number} is {who}" for number, who in sorted(taken.items())[:_LISTED]]
+        lines += [f"and {len(taken) - _LISTED} more"] if len(taken) > _LISTED else []
+        detail = f"{len(taken)} process or thread id(s) are taken: {'; '.join(lines)}"
         raise SnapshotError("snapshot.pids-taken", detail, "end these processes", lines)
     for address, port in manifest.listeners:
         _require_port(address, port)

@@ -17,6 +17,7 @@ from .rules import GHOST_LIMIT_BYTES, MAPPED, PROCESS, SOCKET, Offender, Rules
 from .sockets import LISTEN, Sockets, read_sockets
 
 _STDIO = (1, 2)
+_LISTED, _LINE = 100, 300  # offenders, and characters of each
 _REMEDY = "the engine goes on as before; close what is listed, or serve without what opens it"
 
 
@@ -46,10 +47,14 @@ class Scan:
     notes: tuple[str, ...] = ()
 
     def require_clean(self, when: str) -> None:
-        """Raise SnapshotError `snapshot.fds` with every offender where there is one."""
+        """Raise SnapshotError `snapshot.fds` with the offenders where there is one: the first of
+        them, since an engine may have thousands, and the runner's answer has its bounds."""
         if self.offenders:
-            lines = [offender.line() for offender in self.offenders]
-            detail = f"{len(lines)} thing(s) cannot be taken along {when}: {'; '.join(lines)}"
+            lines = [offender.line()[:_LINE] for offender in self.offenders[:_LISTED]]
+            if more := len(self.offenders) - len(lines):
+                lines.append(f"and {more} more")
+            count = len(self.offenders)
+            detail = f"{count} thing(s) cannot be taken along {when}: {'; '.join(lines)}"
             raise SnapshotError("snapshot.fds", detail, _REMEDY, lines)
 
 

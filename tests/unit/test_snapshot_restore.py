@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from warmhold_snapshot import compression, criu, restore
+from warmhold_snapshot import compression, criu, pids, restore
 from warmhold_snapshot.artifact import Store, describe_files
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.manifest import FORMAT, Manifest
@@ -199,6 +199,18 @@ def test_a_number_is_taken(store: Store, fake: FakeCriu, tmp_path: Path) -> None
     error = refusal(store)
     assert error.code == "snapshot.pids-taken" and str(os.getpid()) in error.detail
     assert fake.calls == []
+
+
+def test_of_thousands_of_numbers_some_are_told(
+    store: Store, fake: FakeCriu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A status or an answer with all of them would be larger than what a socket takes."""
+    taken = dict.fromkeys(range(3001, 9001), "thread of VLLM::EngineCore (3001)")
+    monkeypatch.setattr(pids, "wait_until_free", lambda *given: taken)
+    make(store, tmp_path)
+    error = refusal(store)
+    assert error.detail.startswith("6000 process or thread id(s) are taken: 3001 is thread of")
+    assert error.detail.endswith("and 5980 more") and len(error.detail) < 5000
 
 
 def test_the_port_is_taken(store: Store, fake: FakeCriu, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is in the way of a dump: from canned /proc texts, and of a real process."""
 
+import json
 import mmap
 import os
 import socket
@@ -15,6 +16,7 @@ from warmhold_snapshot import fds
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.fds import Descriptor, FileStatus, Held, Mapping
 from warmhold_snapshot.pids import Process
+from warmhold_snapshot.rules import Offender
 from warmhold_snapshot.scan import Scan, judge, scan
 from warmhold_snapshot.sockets import ESTABLISHED, LISTEN, InetSocket, Sockets, UnixSocket
 
@@ -192,6 +194,16 @@ def test_all_offenders_are_listed_at_once() -> None:
         found.require_clean("now")
     assert caught.value.code == "snapshot.fds" and len(caught.value.lines) == 3
     Scan().require_clean("now")
+
+
+def test_of_thousands_of_offenders_some_are_told() -> None:
+    """All of them would be more than the runner's answer may have."""
+    found = Scan(tuple(Offender(42, fd, "device", f"/{'x' * 4000}") for fd in range(3000)))
+    with pytest.raises(SnapshotError) as caught:
+        found.require_clean("now")
+    assert caught.value.detail.startswith("3000 thing(s) cannot be taken along now: pid 42 fd 0:")
+    assert caught.value.lines[-1] == "and 2900 more"
+    assert len(json.dumps(caught.value.to_json())) < 100_000
 
 
 def test_files_that_a_restore_needs() -> None:
