@@ -24,6 +24,8 @@ from warmhold_snapshot.flat import Weights
 from warmhold_snapshot.manifest import FORMAT, Manifest
 from warmhold_snapshot.mark import read_mark
 from warmhold_snapshot.pids import Process
+from warmhold_snapshot.restore import Restored
+from warmhold_wcache.control_client import ControlError
 from warmhold_wcache.generation import encode_description
 
 PATIENCE_S = 60
@@ -128,6 +130,55 @@ def test_criu_gets_its_plugins_for_an_engine_on_a_gpu(
     assert given["plugins"] == (plugins if on_gpu else None)
     assert given["limits"].criu_s == (120.0 if on_gpu else 60.0)  # type: ignore[attr-defined]
     os.close(restoration.reader)
+
+
+def test_nothing_is_asked_of_an_engine_that_serves_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that have waited keep it busy: an answer may take longer than its limit."""
+    asked: list[str] = []
+
+    class Engine:
+        def __init__(self, socket: Path) -> None:
+            self._act("connect")
+
+        def _act(self, name: str) -> None:
+            if "resume" in asked:
+                raise ControlError("control.timeout", f"no {name} within 5 s", "")
+            asked.append(name)
+
+        def map_weights(self) -> None:
+            self._act("map")
+
+        def require_canary(self, wanted: object) -> None:
+            self._act("canary")
+
+        def resume(self) -> None:
+            self._act("resume")
+
+        def generations(self) -> dict[str, int]:
+            self._act("generations")
+            return {"g": 7}
+
+    store = Store(tmp_path / "snapshots")
+    manifest = msgspec.structs.replace(make_manifest(""), weights={}, notes={})
+    with store.draft("one") as draft:
+        store.publish(draft, manifest)
+    child = subprocess.Popen(["sleep", "60"])
+    found = Restored(child.pid, os.pidfd_open(child.pid), manifest, {"verify": 0.0})
+    monkeypatch.setattr(restored, "restore", lambda *given, **named: found)
+    monkeypatch.setattr(restored, "ControlledEngine", Engine)
+    monkeypatch.setattr(restored.pids, "raise_cursor", lambda above: above)
+    ended = threading.Event()
+    wish = Wish(store.folder, "one", tmp_path / "c", tmp_path / "v", True, True)
+    restoration = Restoration(wish, ended.set)
+    assert ended.wait(PATIENCE_S)
+    child.kill()
+    child.wait()
+    os.close(found.pidfd)
+    os.close(restoration.reader)
+    assert restoration.error is None and asked[-1] == "resume"
+    assert restoration.weights and restoration.weights["bytes"] == 7
 
 
 def make_manifest(generation_id: str) -> Manifest:

@@ -17,7 +17,7 @@ from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.identity import is_on_gpu
 from warmhold_snapshot.mark import clear_mark, write_mark
-from warmhold_snapshot.restore import Limits, Restored, restore
+from warmhold_snapshot.restore import Limits, restore
 from warmhold_snapshot.upstream import is_upstreams
 from warmhold_wcache.control_client import ControlError
 
@@ -180,13 +180,14 @@ class Restoration:
         engine.map_weights()
         self._close("weights", "canary")
         engine.require_canary(restored.manifest.canary)
-        engine.resume()  # clients have waited: nobody is answered by an engine that is not proved
-        self._tell_weights(engine, restored)
+        self._tell_weights(engine.generations())
+        # Clients have waited: nobody is answered by an engine that is not proved, and an engine
+        # that is busy with their requests is not asked anything any more.
+        engine.resume()
         clear_mark(store.path(wish.name))
         self._close("canary", "first_token")
 
-    def _tell_weights(self, engine: ControlledEngine, restored: Restored) -> None:
-        found = engine.generations()
+    def _tell_weights(self, found: Mapping[str, int]) -> None:
         if not found:
             return
         self.weights = {
