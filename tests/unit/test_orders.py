@@ -5,6 +5,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,6 +83,39 @@ def test_what_is_no_order_is_not_taken(stand: Stand, words: bytes) -> None:
         stand.loop.wait(None)
         assert client.recv(10) == b""
     assert stand.orders == []
+
+
+def test_of_those_who_say_nothing_some_are_kept(stand: Stand) -> None:
+    with ExitStack() as clients:
+        connected = []
+        for _ in range(40):
+            client = clients.enter_context(socket.socket(socket.AF_UNIX))
+            client.settimeout(60)
+            client.connect(str(stand.folder / SOCKET_NAME))
+            connected.append(client)
+            stand.loop.wait(None)
+        for client in connected[:24]:
+            assert client.recv(10) == b""
+        for client in connected[24:]:
+            client.sendall(b'{"act": "create", "name": "", "mode": ""}')
+            stand.take().answer({"ok": True})
+
+
+def test_one_that_is_cut_off_as_it_speaks_harms_nobody(stand: Stand) -> None:
+    with ExitStack() as clients:
+        connected = []
+        for number in range(17):
+            client = clients.enter_context(socket.socket(socket.AF_UNIX))
+            client.connect(str(stand.folder / SOCKET_NAME))
+            connected.append(client)
+            if number < 16:
+                stand.loop.wait(None)
+        connected[0].sendall(b'{"act": "create", "name": "", "mode": ""}')
+        stand.loop.wait(None)  # both are seen at once, in either order
+        assert len(stand.orders) <= 1
+        connected[1].sendall(b'{"act": "create", "name": "x", "mode": ""}')
+        while not any(order.name == "x" for order in stand.orders):
+            stand.loop.wait(None)
 
 
 def test_nobody_but_the_user_may_give_one(stand: Stand) -> None:

@@ -20,6 +20,7 @@ from .runner_socket import RunnerSocket, ask
 SOCKET_NAME = "orders.sock"
 CREATE, RESTART = "create", "restart"
 _MAX_ORDER_BYTES = 4096
+_MAX_SILENT = 16
 
 
 class Order:
@@ -49,10 +50,15 @@ class Order:
 
 
 def serve_orders(run_dir: Path, loop: Loop, take: Callable[[Order], None]) -> RunnerSocket:
-    """Given the run directory, hand on every order from the loop until the socket is closed."""
+    """Given the run directory, hand on every order from the loop until the socket is closed. Who
+    connects and says nothing is cut off when too many others come."""
+    silent: list[socket.socket] = []
 
     def read(connection: socket.socket) -> None:
         """An order is one small message, which comes whole or not at all."""
+        if connection not in silent:  # cut off since the loop saw that it has something to say
+            return
+        silent.remove(connection)
         loop.forget(connection.fileno())
         try:
             order = json.loads(connection.recv(_MAX_ORDER_BYTES))
@@ -65,7 +71,12 @@ def serve_orders(run_dir: Path, loop: Loop, take: Callable[[Order], None]) -> Ru
         take(Order(connection, act, name, mode))
 
     def wait_for_order(connection: socket.socket) -> None:
+        silent.append(connection)
         loop.watch(connection.fileno(), lambda: read(connection))
+        if len(silent) > _MAX_SILENT:
+            oldest = silent.pop(0)
+            loop.forget(oldest.fileno())
+            oldest.close()
 
     return RunnerSocket(run_dir / SOCKET_NAME, loop, wait_for_order)
 
