@@ -4,7 +4,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from control_stand import WORKER, on_loop, serving
@@ -60,6 +60,24 @@ async def test_a_model_that_does_not_generate_has_its_nonce_alone(tmp_path: Path
         stand.engine.errors = {"generate": RuntimeError("broken")}
         with pytest.raises(ControlError, match="broken"):
             await ask(ControlledEngine(stand.path).canary)
+
+
+@on_loop
+async def test_a_busy_engine_has_time_to_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers do so between two steps: the protocol's own limit is for an idle one."""
+    async with serving(tmp_path) as stand:
+        limits: list[float] = []
+        state = stand.control.state
+
+        async def note(limit_s: float) -> dict[str, Any]:
+            limits.append(limit_s)
+            return await state(limit_s)
+
+        monkeypatch.setattr(stand.control, "state", note)
+        assert await ask(ControlledEngine(stand.path).generations) == {"g": 1}
+        assert limits[0] >= 30
 
 
 @on_loop

@@ -12,6 +12,7 @@ from warmhold_wcache.control_client import ControlClient, ControlError
 PROMPTS = ([100, 101, 102, 103, 104, 105, 106, 107], [107, 101], [103], [105, 105, 100, 104])
 _CANARY_S = 60.0
 _RESUME_S = 60.0
+_STATE_S = 30.0  # a worker answers between two steps, and a step on a CPU takes seconds
 
 
 class ControlledEngine:
@@ -69,7 +70,7 @@ class ControlledEngine:
     def generations(self) -> dict[str, int]:
         """Return the bytes of every generation that its workers map, by id. Raise SnapshotError
         `snapshot.detached` where weights were changed since: they are in no vault."""
-        workers = self._client.state()["workers"]
+        workers = self._client.state(_STATE_S)["workers"]
         if any(worker["detached"] for worker in workers):
             remedy = "restart the engine; it then has the weights of the checkpoint again"
             raise SnapshotError("snapshot.detached", "weights were updated in place", remedy)
