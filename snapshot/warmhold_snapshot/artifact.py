@@ -288,13 +288,17 @@ def list_names(folder: Path) -> list[str]:
 
 
 def remove(folder: Path) -> None:
-    """Given an artifact's own folder, remove it as `Store.remove` does; that needs no key."""
+    """Given an artifact's own folder, remove it as `Store.remove` does; that needs no key. Raise
+    SnapshotError `snapshot.busy`, `snapshot.absent`, or `snapshot.disk` for a read-only volume."""
     with locked(folder, ALONE, _IN_USE):
         away = folder.with_name(f"{DRAFT}{folder.name}-{secrets.token_hex(4)}")
         try:
             folder.rename(away)
         except FileNotFoundError as error:  # somebody else removed it before the lock was ours
             raise SnapshotError("snapshot.absent", f"{folder} has gone", "try again") from error
+        except OSError as error:
+            detail = f"{folder} cannot be removed: {error.strerror}"
+            raise SnapshotError("snapshot.disk", detail, "mount a writable state volume") from error
         shutil.rmtree(away)
 
 

@@ -67,7 +67,7 @@ def expanded(
     `snapshot.damaged` where what is stored is not LZ4, and what `progress` raises."""
     folder = parent / f"{prefix}{secrets.token_hex(4)}"
     try:
-        folder.mkdir(mode=0o700)
+        _make(folder)
         with locked(folder, ALONE, "it is being expanded") as lock_fd:
             _fill(images, folder, progress)
             yield folder, lock_fd
@@ -86,6 +86,14 @@ def _compress_all(images: Path) -> None:
             for first in range(0, len(starts), _AT_ONCE):
                 stored.writelines(pool.map(compress_at, starts[first : first + _AT_ONCE]))
         path.unlink()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        detail = f"{folder} cannot be made: {error.strerror}"
+        raise SnapshotError("snapshot.disk", detail, _REMEDY) from error
 
 
 def _fill(images: Path, folder: Path, progress: Progress | None) -> None:

@@ -375,6 +375,16 @@ def test_what_goes_while_it_is_looked_at(store: Store) -> None:
     assert codes <= {"snapshot.busy", "snapshot.absent", "snapshot.damaged"}
 
 
+def test_a_read_only_volume(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    make(store)
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert refusal(lambda: store.prune(0)).code == "snapshot.disk"
+    assert store.names() == ["one"]
+
+
 def test_a_link_is_no_artifact(store: Store, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (store.folder / "linked").symlink_to(tmp_path / "elsewhere")

@@ -84,6 +84,15 @@ def test_it_can_be_ended(images: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert len(seen) == 1 and len(begun) <= 2 and list(tmp_path.iterdir()) == [images]
 
 
+def test_a_folder_that_cannot_be_made(images: Path) -> None:
+    with (
+        pytest.raises(SnapshotError) as caught,
+        compression.expanded(images, images / "core-7.img", ".tmp-one-"),
+    ):
+        pass
+    assert caught.value.code == "snapshot.disk"
+
+
 def test_images_as_they_were_need_nothing(tmp_path: Path) -> None:
     (tmp_path / "pages-1.img").write_bytes(b"1")
     assert not compression.is_compressed(tmp_path)
