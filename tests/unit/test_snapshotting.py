@@ -72,6 +72,19 @@ def test_an_engine_that_cannot_be_resumed_is_told_as_that(
     assert order.answers == [LOST] and making.code == "snapshot.resume"
 
 
+def test_without_a_process_to_resume_it_the_engine_is_lost(
+    making: Snapshotting, order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError("no process to be had")
+
+    Making.results = [KILLED]
+    monkeypatch.setattr(snapshotting, "Making", refuse)
+    fault = making.follow()
+    assert fault and fault.code == "snapshot.resume" and making.over
+    assert [answer["code"] for answer in order.answers] == ["snapshot.resume"]
+
+
 def test_what_it_says_to_other_orders(making: Snapshotting) -> None:
     assert making.detail == "the snapshot one is being made"
     making._making.resumed = True

@@ -37,7 +37,12 @@ class Ending:
     def begin(self) -> None:
         """Let requests that run end, and no other begin."""
         self.begun = True
-        threading.Thread(target=self._run, name="draining", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="draining", daemon=True).start()
+        except RuntimeError as error:  # of threads there may be none to have
+            _log.warning("vLLM drains by itself", detail=str(error))
+            self._failed = True
+            self._wake()
 
     def is_over(self, process: EngineProcess) -> bool:
         """Whether it can be killed. One that could not be held is asked, once, to end by itself."""

@@ -4,6 +4,7 @@
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -122,7 +123,14 @@ class Snapshotting:
         self._result = result
         if result.get("code") == "snapshot.killed" and not making.resumed:
             _log.warning("the maker of a snapshot was killed, resuming the engine")
-            self._making = Making({**making.request, "act": "resume"}, self._loop)
+            try:
+                self._making = Making({**making.request, "act": "resume"}, self._loop)
+            except OSError as error:  # of memory, processes or descriptors there are too few
+                detail = f"the engine cannot be resumed: {error}"
+                fault = Fault("snapshot.resume", detail, "see `docker stats`")
+                self._result = {"ok": False, **asdict(fault)}
+                self._end()
+                return fault
             return None
         self._end()
         return Fault.of(result) if result.get("code") == "snapshot.resume" else None
