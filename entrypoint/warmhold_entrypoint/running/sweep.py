@@ -31,15 +31,10 @@ class Leftovers:
 
     def sweep(self) -> None:
         """End what an earlier runner or container left, and remove its files."""
+        self._end_members()  # first: an engine could hold what is waited for then
         if not wait_for_others(_OTHERS_S):
             _log.warning("an earlier restore does not end")
-        left = tree.find_members(os.getpid())
-        if left:
-            names = [f"{process.name}:{process.pid}" for process in left]
-            _log.warning("ending the processes of an earlier engine", processes=names)
-            self._shm.note(left)
-            tree.kill_members(os.getpid(), KILL_TIMEOUT_S)
-            tree.reap_adopted()
+        self._end_members()
         self.remove_files()
 
     def remove_files(self) -> None:
@@ -47,3 +42,12 @@ class Leftovers:
         removed = self._shm.remove_files()
         if removed:
             _log.info("removed shared memory of an ended engine", files=len(removed))
+
+    def _end_members(self) -> None:
+        left = tree.find_members(os.getpid())
+        if left:
+            names = [f"{process.name}:{process.pid}" for process in left]
+            _log.warning("ending the processes of an earlier engine", processes=names)
+            self._shm.note(left)
+            tree.kill_members(os.getpid(), KILL_TIMEOUT_S)
+            tree.reap_adopted()
