@@ -107,6 +107,8 @@ class Rules:
                     yield "cuda", f"{link}: a GPU is in use, and criu was given no plug-in for it"
             elif link not in _DEVICES:
                 yield "device", link
+        elif status is not None and stat.S_ISREG(status.mode) and not _is_utf8(link):
+            yield "file-name", f"{link!a} is no UTF-8, which a manifest has to be"
 
     def _deleted(self, link: str, status: FileStatus | None) -> Iterator[tuple[str, str]]:
         if status is None or not stat.S_ISREG(status.mode):
@@ -157,6 +159,12 @@ class Rules:
     def _name_of(self, inode: int) -> str:
         peer = self.sockets.unix.get(inode)
         return peer.name if peer else ""
+
+
+def _is_utf8(link: str) -> bool:
+    """Whether a name is: a descriptor's link has surrogates in place of other bytes, a mapping's
+    the replacement character."""
+    return "\ufffd" not in link and not any("\ud800" <= char <= "\udfff" for char in link)
 
 
 def show(endpoint: Endpoint) -> str:

@@ -80,6 +80,16 @@ def test_harmless_links(link: str) -> None:
     assert kinds(judge_one(Descriptor(3, link))) == []
 
 
+def test_a_name_that_no_manifest_can_hold() -> None:
+    found = judge_one(
+        Descriptor(3, "/models/caf\udce9.bin", status=REGULAR),
+        Descriptor(4, "/models/café.bin", status=REGULAR),
+        mappings=(Mapping("1-2", "/models/caf\ufffd.bin", 9, REGULAR),),
+    )
+    assert kinds(found) == ["file-name", "file-name"]
+    assert "caf\\udce9.bin" in found.offenders[0].line().encode().decode()
+
+
 def test_mapped_weights_are_in_the_way_too() -> None:
     found = judge_one(mappings=(Mapping("1-2", "/memfd:weights-0 (deleted)", 9, REGULAR),))
     assert kinds(found) == ["memfd"]
