@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from warmhold_wcache.content import Content
 from warmhold_wcache.key import build_launch_key, compare
+from warmhold_wcache.protocol import FdBag
 
 from ..container.conf import ENGINE_FOLDER, VAULT_SOCKET
 from ..errors import Fault, Rejection
@@ -180,7 +181,7 @@ class Report(msgspec.Struct, frozen=True):
     """What one load did, as the loader writes it; the engine is not trusted with its form."""
 
     mode: Literal["disk", "ipc_cache"]
-    bytes: int
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
     seconds: dict[str, float]
     code: str
     reason: str
@@ -193,11 +194,11 @@ def read_reports(run_dir: Path) -> list[Report]:
     """Given the run directory, return the reports since `forget_reports`; wrong ones are left."""
     reports = []
     for path in sorted((run_dir / ENGINE_FOLDER).glob("weights-*.json")):
-        with suppress(OSError, msgspec.DecodeError):
+        with suppress(OSError, msgspec.DecodeError, RecursionError):
             # Neither a link to follow nor a pipe to wait for: the folder is the engine's.
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with os.fdopen(fd, "rb") as file:
-                reports.append(msgspec.json.decode(file.read(_MAX_REPORT_BYTES), type=Report))
+            with FdBag([os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)]) as bag:
+                text = os.read(bag.fds[0], _MAX_REPORT_BYTES)
+            reports.append(msgspec.json.decode(text, type=Report))
     return reports
 
 
