@@ -336,6 +336,17 @@ def check_quiesce() -> None:
         residency.VaultClient = client
 
 
+def check_what_the_vault_lacks_stays_mapped() -> None:
+    model = built(*published(filled()))  # at its socket there is no vault at all
+    worker = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        model_runner=SimpleNamespace(kv_caches=[]),
+    )
+    answer = worker_methods._quiesce(worker)
+    assert answer["error"]["code"] == "wcache.absent", answer
+    assert rights_at(model.embed.weight.data_ptr()) == "r--s"
+
+
 def check_no_memory() -> None:
     """Where the second segment does not fit, the model goes on, in part from the first."""
 
