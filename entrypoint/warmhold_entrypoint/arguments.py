@@ -243,5 +243,8 @@ def is_option(item: str) -> bool:
 
 
 def _canonical(name: str) -> str:
-    name = _SHORT.get(name, name)
-    return "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+    """The option in its long form; what follows a dot is a key within its JSON, and kept."""
+    head, dot, key = name.partition(".")
+    head = _SHORT.get(head, head)
+    head = "--" + head[2:].replace("_", "-") if head.startswith("--") else head
+    return f"{head}{dot}{key}"

@@ -50,6 +50,8 @@ def test_the_vault_is_the_default_and_what_is_named_is_taken() -> None:
         (("-n", "2", "-r", "1"), "vllm"),
         (("--speculative-config", '{"method": "eagle3", "model": "d"}'), "vllm"),
         (("--speculative-config.model", "d"), "vllm"),
+        (("-sc.model", "d", "-sc.num_speculative_tokens=2"), "vllm"),
+        (("-sc.method=ngram",), "vault"),
         (("--spec-method", "mtp"), "vllm"),
         (("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'), "vault"),
         (("--spec-method", "suffix"), "vault"),

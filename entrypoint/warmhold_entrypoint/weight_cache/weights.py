@@ -48,7 +48,7 @@ _REMEDIES = {
 
 def uses_loader(settings: Settings) -> bool:
     """Given settings, tell whether the engine loads through warmhold's loader."""
-    dotted = any(item.startswith(_EXTRA + ".") for item in settings.arguments.argv)
+    dotted = any(name.startswith(_EXTRA + ".") for name, _ in settings.arguments.options())
     return not dotted and load_format(settings) in (*_READERS, *OWN_FORMATS)
 
 
