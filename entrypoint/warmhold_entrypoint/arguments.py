@@ -39,6 +39,23 @@ _ELSEWHERE = (
     *("--data-parallel-external-lb", "--data-parallel-hybrid-lb"),
     "--data-parallel-multi-port-external-lb",
 )
+# What is read here or by others. argparse takes the beginning of an option for the option, where no
+# other one begins so: then vLLM refuses it.
+_READ = frozenset(
+    f"--{name}"
+    for name in """
+    api-key api-server-count chat-template compilation-config config data-parallel-backend
+    data-parallel-external-lb data-parallel-hybrid-lb data-parallel-multi-port-external-lb
+    data-parallel-rank data-parallel-size data-parallel-size-local data-parallel-start-rank
+    disable-access-log-for-endpoints distributed-executor-backend enable-expert-parallel
+    enable-sleep-mode gpu-memory-utilization headless hf-token host kv-cache-memory-bytes
+    load-format model model-loader-extra-config nnodes no-enable-sleep-mode node-rank
+    pipeline-parallel-size port quantization revision root-path served-model-name shutdown-timeout
+    sleep-mode-backend spec-method spec-model speculative-config ssl-ca-certs ssl-certfile
+    ssl-keyfile tensor-parallel-size uds weight-cache-health-host weight-cache-health-port
+    weight-cache-master-port weight-cache-socket-dir
+    """.split()  # noqa: SIM905
+)
 # Jinja templates may start with a brace; they are no JSON.
 _NOT_JSON = {"--chat-template", "--api-key", "--hf-token"}
 
@@ -246,5 +263,8 @@ def _canonical(name: str) -> str:
     """The option in its long form; what follows a dot is a key within its JSON, and kept."""
     head, dot, key = name.partition(".")
     head = _SHORT.get(head, head)
-    head = "--" + head[2:].replace("_", "-") if head.startswith("--") else head
+    if head.startswith("--"):
+        head = "--" + head[2:].replace("_", "-")
+        meant = [option for option in _READ if option.startswith(head)]
+        head = meant[0] if len(meant) == 1 and head not in _READ else head
     return f"{head}{dot}{key}"
