@@ -173,6 +173,9 @@ def parse_arguments(command: Sequence[str], extra: str) -> tuple[EngineArguments
     """
     faults = find_word_faults("WARMHOLD_ENGINE_ARGS", extra)
     argv = (*command, *([] if faults else shlex.split(extra)))
+    if any(word.startswith("--config=") for word in argv):
+        detail = "--config=FILE is one word, and vLLM does not read the file then"
+        faults.append(Fault("arguments.config", detail, "give two words: --config FILE"))
     config, config_faults = _read_config(EngineArguments(argv).value("--config"))
     arguments = EngineArguments(argv, config)
     faults.extend(config_faults)

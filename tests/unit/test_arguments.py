@@ -273,3 +273,10 @@ def test_a_config_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> 
     _, faults = parse_arguments(["--config", str(config)], "")
     assert [fault.code for fault in faults] == ["arguments.config"]
     assert str(config) in faults[0].detail
+
+
+def test_a_config_file_that_vllm_would_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("port: 9000\n")
+    _, (fault,) = parse_arguments([f"--config={path}"], "")
+    assert (fault.code, fault.remedy) == ("arguments.config", "give two words: --config FILE")
