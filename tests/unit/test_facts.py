@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from warmhold_entrypoint import facts
-from warmhold_entrypoint.settings import read_settings
 from warmhold_entrypoint.model import Model
+from warmhold_entrypoint.settings import read_settings
 
 HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

@@ -106,8 +106,8 @@ def keep(residency: Residency, model: nn.Module) -> None:
 
 
 def require_held() -> None:
-    """Before weights are unmapped, raise WcacheError unless the vault has them: after a publish that
-    failed, or `wcache drop --force`, this process's mappings are all that there is of them."""
+    """Before weights are unmapped, raise WcacheError unless the vault has them: after a publish
+    that failed, or `wcache drop --force`, the mappings here are all that there is of them."""
     for resident in RESIDENT:
         if resident.mapped:
             with VaultClient(resident.socket_path, resident.timeout_s) as client:
