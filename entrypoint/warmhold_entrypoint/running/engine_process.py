@@ -103,7 +103,8 @@ class EngineProcess:
         view = memoryview(chunk)
         while view:
             view = view[os.write(sys.stdout.fileno(), view) :]
-        *lines, self._partial = (self._partial + chunk).split(b"\n")
+        *lines, rest = (self._partial + chunk).split(b"\n")
+        self._partial = rest[-_CHUNK_BYTES:]  # no line that matters is longer
         for line in lines:
             self._on_line(line)
         return bool(chunk)
@@ -142,5 +143,9 @@ def explain_end(status: int, verdict: Fault | None, oom_kills: int) -> str:
     if verdict:
         return verdict.detail
     if status < 0:
-        return f"ended by signal {-status} ({signal.Signals(-status).name})"
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:  # most real-time signals have none
+            name = "real-time"
+        return f"ended by signal {-status} ({name})"
     return f"ended by itself with status {status}"
