@@ -17,6 +17,7 @@ from .errors import Fault
 _SHORT = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
     "-dp": "--data-parallel-size",
     "-dpb": "--data-parallel-backend",
     "-dpe": "--data-parallel-external-lb",
@@ -26,7 +27,6 @@ _SHORT = {
     "-dpn": "--data-parallel-rank",
     "-dpr": "--data-parallel-start-rank",
     "-ep": "--enable-expert-parallel",
-    "-pcp": "--prefill-context-parallel-size",
     "-n": "--nnodes",
     "-r": "--node-rank",
     "-asc": "--api-server-count",
@@ -50,10 +50,10 @@ _READ = frozenset(
     disable-access-log-for-endpoints distributed-executor-backend enable-expert-parallel
     enable-sleep-mode gpu-memory-utilization headless hf-token host kv-cache-memory-bytes
     load-format model model-loader-extra-config nnodes no-enable-sleep-mode node-rank
-    pipeline-parallel-size port quantization revision root-path served-model-name shutdown-timeout
-    sleep-mode-backend spec-method spec-model speculative-config ssl-ca-certs ssl-certfile
-    ssl-keyfile tensor-parallel-size uds weight-cache-health-host weight-cache-health-port
-    weight-cache-master-port weight-cache-socket-dir
+    pipeline-parallel-size port prefill-context-parallel-size quantization revision root-path
+    served-model-name shutdown-timeout sleep-mode-backend spec-method spec-model speculative-config
+    ssl-ca-certs ssl-certfile ssl-keyfile tensor-parallel-size uds weight-cache-health-host
+    weight-cache-health-port weight-cache-master-port weight-cache-socket-dir
     """.split()  # noqa: SIM905
 )
 # Jinja templates may start with a brace; they are no JSON.
@@ -129,6 +129,7 @@ class EngineArguments:
         return (
             self.count("--tensor-parallel-size")
             * self.count("--pipeline-parallel-size")
+            * self.count("--prefill-context-parallel-size")
             * self.count("--data-parallel-size")
         )
 

@@ -231,6 +231,7 @@ def test_every_fault_at_once() -> None:
         (["--tensor-parallel", "2", "--data-parallel-size=2"], 4),
         (["--tensor_parallel_size=2", "-pp", "3"], 6),
         (["-tp", "2", "-pp", "2", "-dp", "2"], 8),
+        (["-tp", "2", "-pcp", "2"], 4),
         (["-tp", "0"], 1),
         (["-tp", "many"], 1),
     ],
