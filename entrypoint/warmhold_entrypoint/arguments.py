@@ -28,6 +28,7 @@ _SHORT = {
     "-dpr": "--data-parallel-start-rank",
     "-ep": "--enable-expert-parallel",
     "-n": "--nnodes",
+    "-q": "--quantization",
     "-r": "--node-rank",
     "-asc": "--api-server-count",
     "-cc": "--compilation-config",
