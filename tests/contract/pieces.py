@@ -26,6 +26,7 @@ from warmhold_wcache.cuda_segments import CudaSegments
 from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.generation import Generation
 from warmhold_wcache.vllm_plugin import (
+    exact_key,
     model_state,
     residency,
     tensor_checksum,
@@ -347,6 +348,11 @@ def check_what_the_vault_lacks_stays_mapped() -> None:
     assert rights_at(model.embed.weight.data_ptr()) == "r--s"
 
 
+def check_a_key_does_not_depend_on_the_order_of_a_set() -> None:
+    for names in ({"b", "c", "a"}, frozenset(("c", "b", "a"))):
+        assert exact_key._stable(names) == '["a", "b", "c"]'
+
+
 def check_no_memory() -> None:
     """Where the second segment does not fit, the model goes on, in part from the first."""
 
@@ -455,7 +461,10 @@ def check_linear() -> None:
 
 
 # What does not depend on the memory, or is a CPU's own.
-ONCE = {"check_checksum", "check_extra_memory", "check_linear", "check_misfits"}
+ONCE = {
+    *("check_checksum", "check_extra_memory", "check_linear", "check_misfits"),
+    "check_a_key_does_not_depend_on_the_order_of_a_set",
+}
 
 
 def main() -> int:
