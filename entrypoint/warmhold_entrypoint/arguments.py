@@ -49,12 +49,13 @@ _READ = frozenset(
     data-parallel-external-lb data-parallel-hybrid-lb data-parallel-multi-port-external-lb
     data-parallel-rank data-parallel-size data-parallel-size-local data-parallel-start-rank
     disable-access-log-for-endpoints distributed-executor-backend enable-expert-parallel
-    enable-sleep-mode gpu-memory-utilization headless hf-token host kv-cache-memory-bytes
-    load-format model model-loader-extra-config nnodes no-enable-sleep-mode node-rank
-    pipeline-parallel-size port prefill-context-parallel-size quantization revision root-path
-    served-model-name shutdown-timeout sleep-mode-backend spec-method spec-model speculative-config
-    ssl-ca-certs ssl-certfile ssl-keyfile tensor-parallel-size uds weight-cache-health-host
-    weight-cache-health-port weight-cache-master-port weight-cache-socket-dir
+    enable-sleep-mode enable-ssl-refresh gpu-memory-utilization grpc headless hf-token host
+    kv-cache-memory-bytes load-format logprobs-mode middleware model model-loader-extra-config
+    nnodes no-enable-sleep-mode node-rank pipeline-parallel-size port prefill-context-parallel-size
+    quantization revision root-path served-model-name shutdown-timeout sleep-mode-backend
+    spec-method spec-model spec-tokens speculative-config ssl-ca-certs ssl-certfile ssl-ciphers
+    ssl-keyfile tensor-parallel-size uds weight-cache-health-host weight-cache-health-port
+    weight-cache-master-port weight-cache-socket-dir
     """.split()  # noqa: SIM905
 )
 # Jinja templates may start with a brace; they are no JSON.
