@@ -232,6 +232,7 @@ def test_the_root_path_comes_first(engine: FakeEngine, port: int) -> None:
         ((200, b"[]"), "no completion"),
         ((200, b'{"usage": null}'), "no completion"),
         ((200, b"<html>"), "no completion"),
+        ((200, b"[" * 100_000), "no completion"),
         ((200, b""), "no completion"),
     ],
 )

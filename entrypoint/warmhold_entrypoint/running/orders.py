@@ -59,7 +59,7 @@ def serve_orders(run_dir: Path, loop: Loop, take: Callable[[Order], None]) -> Ru
             act, name, mode = (str(order[field]) for field in ("act", "name", "mode"))
             if act not in (CREATE, RESTART):
                 raise ValueError(act)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             connection.close()
             return
         take(Order(connection, act, name, mode))

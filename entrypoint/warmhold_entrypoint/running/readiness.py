@@ -83,7 +83,7 @@ def probe_canary(target: Target, timeout_s: float) -> bool:
             raise ProbeError(
                 f"the canary got {answer['usage']['completion_tokens']} tokens for one"
             )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ProbeError(f"the canary's answer is no completion: {error!r}") from error
     except ProbeError as error:
         if error.status == 405 or (error.status == 404 and _NO_ROUTE in str(error)):
