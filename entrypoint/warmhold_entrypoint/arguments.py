@@ -17,6 +17,7 @@ from .errors import Fault
 _SHORT = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
     "-dp": "--data-parallel-size",
     "-dpb": "--data-parallel-backend",
     "-dpe": "--data-parallel-external-lb",
@@ -26,8 +27,8 @@ _SHORT = {
     "-dpn": "--data-parallel-rank",
     "-dpr": "--data-parallel-start-rank",
     "-ep": "--enable-expert-parallel",
-    "-pcp": "--prefill-context-parallel-size",
     "-n": "--nnodes",
+    "-q": "--quantization",
     "-r": "--node-rank",
     "-asc": "--api-server-count",
     "-cc": "--compilation-config",
@@ -38,6 +39,24 @@ _ELSEWHERE = (
     *("--headless", "--data-parallel-rank", "--data-parallel-start-rank"),
     *("--data-parallel-external-lb", "--data-parallel-hybrid-lb"),
     "--data-parallel-multi-port-external-lb",
+)
+# What is read here or by others. argparse takes the beginning of an option for the option, where no
+# other one begins so: then vLLM refuses it.
+_READ = frozenset(
+    f"--{name}"
+    for name in """
+    api-key api-server-count chat-template compilation-config config data-parallel-backend
+    data-parallel-external-lb data-parallel-hybrid-lb data-parallel-multi-port-external-lb
+    data-parallel-rank data-parallel-size data-parallel-size-local data-parallel-start-rank
+    disable-access-log-for-endpoints distributed-executor-backend enable-expert-parallel
+    enable-sleep-mode enable-ssl-refresh gpu-memory-utilization grpc headless hf-token host
+    kv-cache-memory-bytes load-format logprobs-mode middleware model model-loader-extra-config
+    nnodes no-enable-sleep-mode node-rank pipeline-parallel-size port prefill-context-parallel-size
+    quantization revision root-path served-model-name shutdown-timeout sleep-mode-backend
+    spec-method spec-model spec-tokens speculative-config ssl-ca-certs ssl-certfile ssl-ciphers
+    ssl-keyfile tensor-parallel-size uds weight-cache-health-host weight-cache-health-port
+    weight-cache-master-port weight-cache-socket-dir
+    """.split()  # noqa: SIM905
 )
 # Jinja templates may start with a brace; they are no JSON.
 _NOT_JSON = {"--chat-template", "--api-key", "--hf-token"}
@@ -112,6 +131,7 @@ class EngineArguments:
         return (
             self.count("--tensor-parallel-size")
             * self.count("--pipeline-parallel-size")
+            * self.count("--prefill-context-parallel-size")
             * self.count("--data-parallel-size")
         )
 
@@ -156,6 +176,9 @@ def parse_arguments(command: Sequence[str], extra: str) -> tuple[EngineArguments
     """
     faults = find_word_faults("WARMHOLD_ENGINE_ARGS", extra)
     argv = (*command, *([] if faults else shlex.split(extra)))
+    if any(word.startswith("--config=") for word in argv):
+        detail = "--config=FILE is one word, and vLLM does not read the file then"
+        faults.append(Fault("arguments.config", detail, "give two words: --config FILE"))
     config, config_faults = _read_config(EngineArguments(argv).value("--config"))
     arguments = EngineArguments(argv, config)
     faults.extend(config_faults)
@@ -243,5 +266,11 @@ def is_option(item: str) -> bool:
 
 
 def _canonical(name: str) -> str:
-    name = _SHORT.get(name, name)
-    return "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+    """The option in its long form; what follows a dot is a key within its JSON, and kept."""
+    head, dot, key = name.partition(".")
+    head = _SHORT.get(head, head)
+    if head.startswith("--"):
+        head = "--" + head[2:].replace("_", "-")
+        meant = [option for option in _READ if option.startswith(head)]
+        head = meant[0] if len(meant) == 1 and head not in _READ else head
+    return f"{head}{dot}{key}"

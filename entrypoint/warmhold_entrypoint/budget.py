@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic that must be right before anything starts: memory, disk space and threads."""
 
+import re
+
 from .errors import Fault
 from .facts import Facts
 from .settings import Settings
@@ -13,6 +15,8 @@ BASE_BYTES = 2 * GIB
 WORKER_BYTES = 1 * GIB
 MIN_KV_BYTES = 256 * MIB
 MAX_DEFAULT_KV_BYTES = 4 * GIB
+# On a CPU vLLM gives this one (in GiB) the last word: vllm/platforms/cpu.py.
+_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 # vLLM's message rings between its processes, in /dev/shm.
 MIN_SHM_BYTES = 256 * MIB
 MIN_STATE_BYTES = 256 * MIB
@@ -62,11 +66,24 @@ def choose_kv_bytes(
 
 
 def _explicit_kv_bytes(settings: Settings) -> int | None:
+    space = settings.environ.get(_KV_VARIABLE, "")
+    if space.isascii() and space.isdigit():
+        return int(space) * GIB
     text = settings.arguments.value("--kv-cache-memory-bytes")
     if text is not None:
-        return int(text) if text.isascii() and text.isdigit() else None
+        return _read_bytes(text)
     asked = settings.env.kv_cache_gib
     return None if asked is None else int(asked * GIB)
+
+
+def _read_bytes(text: str) -> int | None:
+    """Given a number as vLLM's parser takes it (1g is 10**9, 1G is 2**30), return it, or None."""
+    match = re.fullmatch(r"(\d{1,15})(\.\d+)?([kmgt]?)|(\d{1,15})([KMGT])", text.strip(), re.ASCII)
+    if match is None or (match[2] and not match[3]):
+        return None
+    if match[5]:
+        return int(match[4]) << 10 * ("KMGT".index(match[5]) + 1)
+    return int(float(match[1] + (match[2] or "")) * 1000 ** (" kmgt".index(match[3] or " ")))
 
 
 def space_faults(settings: Settings, facts: Facts) -> list[Fault]:

@@ -102,7 +102,8 @@ def read_facts(settings: Settings) -> Facts:
     asks = choose_backend(settings, on_gpu) == "vault"
     no_vault = Vault("off", f"WARMHOLD_WCACHE={env.wcache}")
     faults += probe_access(uid, cache_dir, model)
-    faults += probe_port(settings.arguments.port)
+    if not settings.arguments.value("--uds"):  # with it the engine listens on no port
+        faults += probe_port(settings.arguments.port)
     faults += find_gpu_fault(gpus, vllm_version, packages)
     return Facts(
         build_id=build_id,

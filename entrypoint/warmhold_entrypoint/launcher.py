@@ -7,8 +7,9 @@ stands between the runner and the engine at each start:
     python -I -S launcher.py [--listen PATH] UID GROUP program argument...
 
 With `--listen` the program inherits a Unix socket that listens at PATH (mode 0600, the user's) as
-descriptor 3: afterwards it has no right to make one in a folder of root's. GROUP `none` leaves the
-process unmarked: what is not of an engine must not be swept with one.
+descriptor 3: afterwards it has no right to make one in a folder of root's. It gets no secret of the
+environment: an engine has its user and its lack of rights, and may read it in /proc. GROUP `none`
+leaves the process unmarked: what is not of an engine must not be swept with one.
 
 Afterwards the process has empty capability sets (bounding set too), `no_new_privs`, its own
 session, no group but the given one, and a seccomp filter. The filter lets io_uring answer ENOSYS
@@ -35,6 +36,9 @@ _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 
 LISTEN_FD = 3
+# All that the vault needs of the environment, besides what Python or the locale is told.
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TZ")
+_KEPT_PREFIXES = ("PYTHON", "LC_")
 _BACKLOG = 512
 
 _LOAD_WORD = 0x20  # BPF_LD | BPF_W | BPF_ABS
@@ -199,8 +203,10 @@ def main() -> None:
     # supervisord makes each program the leader of a process group, which cannot have a new session.
     with suppress(PermissionError):
         os.setsid()
+    environment = dict(os.environ)
     if path is not None:
         listen(path, uid)
+        environment = {name: text for name, text in environment.items() if _is_kept(name)}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -208,10 +214,14 @@ def main() -> None:
     if not set_filter(libc):
         sys.stderr.write(f"warmhold.launcher: {program[0]} runs without its seccomp filter\n")
     try:
-        os.execvp(program[0], program)  # noqa: S606 - becoming the engine is this script's purpose
+        os.execvpe(program[0], program, environment)  # noqa: S606 - becoming the engine is this script's purpose
     except OSError as error:
         sys.stderr.write(f"warmhold.launcher: {program[0]}: {error.strerror}\n")
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _is_kept(name: str) -> bool:
+    return name in _KEPT or name.startswith(_KEPT_PREFIXES)
 
 
 def _instruction(code: int, jump_true: int, jump_false: int, value: int) -> bytes:

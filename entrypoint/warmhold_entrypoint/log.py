@@ -91,13 +91,19 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
     hiding = False
     for argument in argv:
         name, equals, _ = argument.partition("=")
-        secret = name.replace("_", "-") in _SECRET_OPTIONS
+        secret = _may_be_secret(name.replace("_", "-"))
         if is_option(argument):
             hiding = secret and not equals
             shown.append(f"{name}=***" if secret and equals else argument)
         else:
             shown.append("***" if hiding else argument)
     return shown
+
+
+def _may_be_secret(name: str) -> bool:
+    """Whether vLLM may take it for a secret option, of which the beginning is enough."""
+    found = any(option.startswith(name) for option in _SECRET_OPTIONS)
+    return found and len(name) > len("--") and name != "--seed"
 
 
 def _text_value(value: object) -> str:

@@ -26,6 +26,7 @@ from warmhold_wcache.cuda_segments import CudaSegments
 from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.generation import Generation
 from warmhold_wcache.vllm_plugin import (
+    exact_key,
     model_state,
     residency,
     tensor_checksum,
@@ -336,6 +337,22 @@ def check_quiesce() -> None:
         residency.VaultClient = client
 
 
+def check_what_the_vault_lacks_stays_mapped() -> None:
+    model = built(*published(filled()))  # at its socket there is no vault at all
+    worker = SimpleNamespace(
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        model_runner=SimpleNamespace(kv_caches=[]),
+    )
+    answer = worker_methods._quiesce(worker)
+    assert answer["error"]["code"] == "wcache.absent", answer
+    assert rights_at(model.embed.weight.data_ptr()) == "r--s"
+
+
+def check_a_key_does_not_depend_on_the_order_of_a_set() -> None:
+    for names in ({"b", "c", "a"}, frozenset(("c", "b", "a"))):
+        assert exact_key._stable(names) == '["a", "b", "c"]'
+
+
 def check_no_memory() -> None:
     """Where the second segment does not fit, the model goes on, in part from the first."""
 
@@ -444,7 +461,10 @@ def check_linear() -> None:
 
 
 # What does not depend on the memory, or is a CPU's own.
-ONCE = {"check_checksum", "check_extra_memory", "check_linear", "check_misfits"}
+ONCE = {
+    *("check_checksum", "check_extra_memory", "check_linear", "check_misfits"),
+    "check_a_key_does_not_depend_on_the_order_of_a_set",
+}
 
 
 def main() -> int:

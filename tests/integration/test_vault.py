@@ -35,8 +35,10 @@ def processes(stack: Stack) -> Iterator[tuple[Path, bytes]]:
     """The stack's processes as seen from outside: folder in /proc and command line."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if str(stack.folder).encode() in (folder / "environ").read_bytes():
-                yield folder, (folder / "cmdline").read_bytes()
+            command = (folder / "cmdline").read_bytes()
+            # The vault has next to no environment.
+            if str(stack.folder).encode() in (folder / "environ").read_bytes() + command:
+                yield folder, command
         except OSError:
             continue
 

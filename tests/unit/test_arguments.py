@@ -83,6 +83,9 @@ def test_what_runs_elsewhere(argv: list[str], elsewhere: str) -> None:
         (["--api-key", "-"], ("-",)),
         (["--api-key"], ()),
         (["--api-keys", "a"], ()),
+        (["--api-k", "a", "b"], ("a", "b")),
+        (["--api_ke=a"], ("a",)),
+        (["--api", "a"], ()),  # --api-server-count begins so too
         (["x", "--seed", "--api-key"], ()),
         ([], ()),
     ],
@@ -112,6 +115,7 @@ def test_has(argv: list[str], there: bool) -> None:
         (["--a", "1", "--model", "m", "--b"], ["--a", "1", "--b"]),
         (["--model=m", "--a", "1", "--model", "n"], ["--a", "1"]),
         (["--model", "m", "--model_impl", "x"], ["--model_impl", "x"]),
+        (["--mod", "m", "--model-load", "x"], ["--mod", "m", "--model-load", "x"]),
         (["--a", "--model"], ["--a"]),
         (["--a", "model"], ["--a", "model"]),
     ],
@@ -224,8 +228,10 @@ def test_every_fault_at_once() -> None:
         (["--tensor-parallel-size", "2"], 2),
         (["-tp", "2"], 2),
         (["-tp=4"], 4),
+        (["--tensor-parallel", "2", "--data-parallel-size=2"], 4),
         (["--tensor_parallel_size=2", "-pp", "3"], 6),
         (["-tp", "2", "-pp", "2", "-dp", "2"], 8),
+        (["-tp", "2", "-pcp", "2"], 4),
         (["-tp", "0"], 1),
         (["-tp", "many"], 1),
     ],
@@ -268,3 +274,10 @@ def test_a_config_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> 
     _, faults = parse_arguments(["--config", str(config)], "")
     assert [fault.code for fault in faults] == ["arguments.config"]
     assert str(config) in faults[0].detail
+
+
+def test_a_config_file_that_vllm_would_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("port: 9000\n")
+    _, (fault,) = parse_arguments([f"--config={path}"], "")
+    assert (fault.code, fault.remedy) == ("arguments.config", "give two words: --config FILE")

@@ -45,11 +45,14 @@ def test_the_vault_is_the_default_and_what_is_named_is_taken() -> None:
         (("-tp", "2"), "vllm"),
         (("--pipeline-parallel-size=2",), "vllm"),
         (("-dp", "2"), "vllm"),
+        (("-tp", "2", "-pcp", "2"), "vault"),
         (("--enable-expert-parallel",), "vllm"),
         (("-ep",), "vllm"),
         (("-n", "2", "-r", "1"), "vllm"),
         (("--speculative-config", '{"method": "eagle3", "model": "d"}'), "vllm"),
         (("--speculative-config.model", "d"), "vllm"),
+        (("-sc.model", "d", "-sc.num_speculative_tokens=2"), "vllm"),
+        (("-sc.method=ngram",), "vault"),
         (("--spec-method", "mtp"), "vllm"),
         (("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'), "vault"),
         (("--spec-method", "suffix"), "vault"),
@@ -71,6 +74,7 @@ def test_a_speculative_config_that_is_no_object_drafts_nothing() -> None:
     [
         ((), 1, False),
         (("-tp", "4"), 4, False),
+        (("-tp", "2", "-pcp", "2"), 4, False),
         (("-tp", "2", "-pp", "2", "-dp", "3"), 12, False),
         (("-tp", "2", "-dp", "8", "-dpl", "2"), 4, True),
         (("-tp", "16", "--nnodes", "2"), 8, True),
@@ -95,6 +99,7 @@ def test_what_is_against_the_holder() -> None:
     assert "no NVIDIA GPU" in obstacle(on_gpu=False)
     assert "mode copy" in obstacle("--model-loader-extra-config", '{"mode": "copy"}')
     assert obstacle("--model-loader-extra-config", '{"mode": "zero_copy"}') == ""
+    assert "knows no" in obstacle("-pcp", "2")
     assert "with a dot" in obstacle("--model-loader-extra-config.mode", "copy")
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert "expandable_segments" in obstacle(environment=allocator)

@@ -130,6 +130,23 @@ def test_the_first_kind_of_weight_file_counts(tmp_path: Path) -> None:
     assert [path.name for path in find_weight_files(tmp_path)] == ["a.safetensors", "b.safetensors"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("2_Dense/model.safetensors", "1_Dense/pytorch_model.bin", "mask_embedding.pt"),
+        "adapters/retrieval/adapter_model.safetensors",
+    ],
+)
+def test_what_a_model_reads_on_its_own_is_content_too(tmp_path: Path, name: str) -> None:
+    folder = _checkpoint(tmp_path / "a")
+    plain = compute_content(folder, None).digest
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"one")
+    one = compute_content(folder, None).digest
+    (folder / name).write_bytes(b"two")
+    assert len({plain, one, compute_content(folder, None).digest}) == 3
+
+
 def test_a_folder_without_weights_has_no_content(tmp_path: Path) -> None:
     assert read_cached_content(tmp_path, None).digest == ""
     with pytest.raises(ContentError, match="no weight file"):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import warmhold_entrypoint
 import warmhold_snapshot
+import warmhold_wcache.errors
 from readme_tables import fill_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +39,14 @@ def test_every_reason_code_is_in_the_readme() -> None:
     kinds = {entry.removesuffix("*") for entry in documented if entry.endswith("*")}
     missing = {item for item in found - documented if item.split(".")[0] + "." not in kinds}
     assert missing == set()
+
+
+def test_what_the_vault_can_say_against_its_weights_is_in_the_readme() -> None:
+    told = set(re.findall(r"wcache\.([a-z-]+[a-z])", warmhold_wcache.errors.__doc__ or ""))
+    assert len(told) > 10
+    # Of a drop, and of a preload.
+    for name in told - {"in-use", "not-resident"}:
+        assert f"`ipc_cache.{name}`" in README, name
 
 
 def test_every_make_target_of_the_readme_exists() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's process as the runner has it: its log, and an end that is not to be had."""
+"""An engine's process as the runner has it: its log, and its end, in words or not to be had."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from warmhold_entrypoint.running import tree
-from warmhold_entrypoint.running.engine_process import EngineProcess
+from warmhold_entrypoint.running.engine_process import EngineProcess, explain_end
 from warmhold_entrypoint.running.loop import Loop
 
 
@@ -73,3 +73,16 @@ def test_a_line_without_an_end_is_not_kept_whole(
         process.end_tree(10)
     assert len(lines) == 1 and lines[0].endswith(b"...the end") and len(lines[0]) < 200_000
     assert len(capfd.readouterr().out) == 400 * 40_000 + len("the end\n")
+
+
+@pytest.mark.parametrize(
+    ("status", "kills", "text"),
+    [
+        (3, 0, "ended by itself with status 3"),
+        (-9, 0, "ended by signal 9 (SIGKILL)"),
+        (-40, 0, "ended by signal 40 (real-time)"),
+        (-9, 2, "killed for memory (2 process(es), the cgroup's limit was reached)"),
+    ],
+)
+def test_how_it_ended(status: int, kills: int, text: str) -> None:
+    assert explain_end(status, None, kills) == text

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from warmhold_entrypoint import facts
 from warmhold_entrypoint.model import Model
+from warmhold_entrypoint.settings import read_settings
 
 HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -87,6 +88,17 @@ def test_a_free_port_is_no_fault(listener: socket.socket) -> None:
     listener.close()
     assert facts.probe_port(port) == []
     assert facts.probe_port(0) == []
+
+
+@pytest.mark.parametrize(("more", "codes"), [([], ["port.taken"]), (["--uds", "/run/v.sock"], [])])
+def test_an_engine_on_a_socket_file_needs_no_port(
+    listener: socket.socket, tmp_path: Path, more: list[str], codes: list[str]
+) -> None:
+    port = str(listener.getsockname()[1])
+    folders = {f"WARMHOLD_{name}_DIR": str(tmp_path) for name in ("STATE", "RUN", "MODELS")}
+    settings, _, _ = read_settings(folders, ["--port", port, *more])
+    found = [fault.code for fault in facts.read_facts(settings).faults]
+    assert [code for code in found if code.startswith("port.")] == codes
 
 
 def test_paths_that_the_engine_could_not_use_are_named(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ WRONG: dict[str, Callable[[Json], object]] = {
     "key of numbers": lambda v: v.update(key={"a": 1}),
     "key too long": lambda v: v.update(key={"a": "x" * MAX_KEY_BYTES}),
     "launch key too long": lambda v: v.update(launch_key={"a": "x" * MAX_KEY_BYTES}),
+    "model too long": lambda v: v.update(model="m" * (9 << 10)),
+    "model too long in JSON": lambda v: v.update(model="\ud800" * (2 << 10)),
     "backend": lambda v: v.update(backend="pickle"),
     "device": lambda v: v.update(device=None),
     "no segments": lambda v: v.update(segments=[], tensors=[], aliases={}),

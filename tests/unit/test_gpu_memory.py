@@ -48,7 +48,8 @@ def test_what_an_engine_asks_for() -> None:
     assert need("--gpu-memory-utilization", "0.5") == 50 * GIB
     assert need("--gpu-memory-utilization", "0.5", mapped=20 * GIB) == 30 * GIB
     assert need("--gpu-memory-utilization", "0.5", mapped=60 * GIB) == 0
-    assert need("--gpu-memory-utilization", "half") == 0
+    for text in ("half", "nan", "inf", "1e400"):
+        assert need("--gpu-memory-utilization", text) == 0
     part = Gpu("u", GIB, "8.0", "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
     assert build_need(EngineArguments(()), [part], 0).by_uuid == {}
 

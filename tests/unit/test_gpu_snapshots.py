@@ -74,6 +74,7 @@ def test_nothing_is_in_the_way(plugins: Path) -> None:
             "PYTORCH_CUDA_ALLOC_CONF",
         ),
         ([], {"argv": [*ARGV, "--quantization", "fp8"]}, "snapshot.unsupported", "fp8"),
+        ([], {"argv": [*ARGV, "-q", "fp8"]}, "snapshot.unsupported", "fp8"),
         ([], {"gpus": replace(GPUS, all=(ONE, ONE))}, "snapshot.gpu", "2 GPUs"),
         (
             [],

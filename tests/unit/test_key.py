@@ -76,6 +76,7 @@ def test_no_secret_enters() -> None:
     environ = {"VLLM_API_KEY": "s3cret", "HF_TOKEN": "s3cret"}
     assert "s3cret" not in str(
         _key("m", "--api-key", "s3cret", "--hf-token=s3cret", environ=environ)
+        | _key("m", "--api-k", "s3cret", "s3cret", "--hf_tok=s3cret")
     )
 
 

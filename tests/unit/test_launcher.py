@@ -137,6 +137,24 @@ def test_a_launched_process_has_its_own_session() -> None:
     assert done.stdout == "True\n", done.stderr
 
 
+def test_a_launched_vault_has_no_secret(tmp_path: Path) -> None:
+    script = str(Path(launcher.__file__))
+    secrets = {"HF_TOKEN": "s3cret", "WARMHOLD_API_KEY": "s3cret", "VLLM_API_KEY": "s3cret"}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-I", "-S", script, "--listen", str(tmp_path / "wcache.sock")),
+            *(str(os.getuid()), "none", "env"),
+        ],
+        env={**os.environ, **secrets, "PYTHONPATH": "/code", "LC_ALL": "C"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert {"PYTHONPATH=/code", "LC_ALL=C"} <= set(done.stdout.splitlines()), done.stderr
+    assert "s3cret" not in done.stdout
+
+
 SHOW_SOCKET = 'readlink /proc/$$/fd/3; grep " $1" /proc/net/unix; id -u; id -G'
 
 

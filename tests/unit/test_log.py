@@ -111,6 +111,8 @@ def test_configured_twice_logs_once(capsys: Capture) -> None:
         ("--api-key k1 --api-key k2", "--api-key *** --api-key ***"),
         ("--api-key -123 - k", "--api-key *** *** ***"),
         ("--api-keys k --seed=1", "--api-keys k --seed=1"),
+        ("--api-k k1 k2 --seed 1", "--api-k *** *** --seed 1"),
+        ("--hf_tok=k --seed-to k --p k", "--hf_tok=*** --seed-to *** --p k"),
         ("serve k --api-key", "serve k --api-key"),
     ],
 )

@@ -71,7 +71,9 @@ def test_whoever_gave_it_may_go_away(stand: Stand) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [b"", b"no json", b"[]", b"[" * 4000, b'{"act": "create", "name": ""}']
+    "words",
+    [b"", b"no json", b"[]", b'{"act": "create", "name": ""}', b"[" * 4096],
+    ids=lambda words: str(words[:8]),
 )
 def test_what_is_no_order_is_not_taken(stand: Stand, words: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as client:

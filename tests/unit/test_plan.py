@@ -329,6 +329,8 @@ def test_kv_cache(
         (2.49, [], {}, ["2.50", "0.25", "0.25", "2.00", "2.49"]),
         (3, [], {"KV_CACHE_GIB": "1"}, ["3.25", "0.25", "1.00", "2.00", "3.00"]),
         (4, ["--kv-cache-memory-bytes", str(2 * GIB)], {}, ["4.25", "2.00", "4.00"]),
+        (4, ["--kv-cache-memory-bytes", "2G"], {}, ["4.25", "2.00", "4.00"]),
+        (4, ["--kv-cache-memory-bytes=2.2g"], {}, ["4.30", "2.05", "4.00"]),
         (3, ["-tp", "2"], {}, ["3.50", "3.00"]),
     ],
 )
@@ -350,6 +352,16 @@ def test_a_kv_cache_that_was_asked_for_is_given_even_beside_a_share_of_the_memor
 def test_the_kv_cache_that_the_engine_is_given_is_the_one_that_must_fit() -> None:
     asked = settings("--kv-cache-memory-bytes", str(GIB), KV_CACHE_GIB="100")
     assert choose_kv_bytes(asked, FACTS) == (None, None)
+
+
+def test_vllms_own_variable_for_the_kv_cache_has_the_last_word() -> None:
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "3", "WARMHOLD_KV_CACHE_GIB": "1"}
+    asked, _, _ = read_settings(variables, [])
+    assert choose_kv_bytes(asked, FACTS) == (3 * GIB, None)
+    _, fault = choose_kv_bytes(asked, facts(memory_limit_bytes=4 * GIB))
+    assert fault is not None and "KV cache 3.00 GiB" in fault.detail
+    asked, _, _ = read_settings({**variables, "VLLM_CPU_KVCACHE_SPACE": ""}, [])
+    assert choose_kv_bytes(asked, FACTS) == (GIB, None)
 
 
 def test_other_resident_weights_count() -> None:

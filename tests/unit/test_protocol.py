@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames over real sockets: whole, in pieces, with descriptors, and wrong in every way."""
 
+import errno
 import os
 import socket
 import struct
@@ -14,6 +15,7 @@ from warmhold_wcache.protocol import (
     FdBag,
     Frame,
     FrameReader,
+    Peer,
     decode,
     encode,
     open_peer_pidfd,
@@ -137,6 +139,24 @@ def test_the_peer_is_who_connected(pair: Pair) -> None:
     with open(f"/proc/self/fdinfo/{pidfd}") as info:  # noqa: PTH123
         assert f"Pid:\t{os.getpid()}\n" in info.read()
     os.close(pidfd)
+
+
+class Answering:
+    """A socket of a kernel that answers so when it is asked for the peer's pidfd."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def getsockopt(self, *_: int) -> int:
+        raise OSError(self.code, os.strerror(self.code))
+
+
+def test_a_peer_that_has_ended_is_not_looked_for_by_its_pid() -> None:
+    ours = Peer(os.getpid(), os.getuid())
+    os.close(open_peer_pidfd(Answering(errno.ENOPROTOOPT), ours))  # type: ignore[arg-type]
+    for code in (errno.ESRCH, errno.EINVAL):  # Linux 6.5 to 6.15
+        with pytest.raises(OSError, match=os.strerror(code)):
+            open_peer_pidfd(Answering(code), ours)  # type: ignore[arg-type]
 
 
 def test_a_bag_closes_what_was_not_taken() -> None:

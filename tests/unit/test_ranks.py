@@ -6,7 +6,9 @@ import pickle
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +47,12 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         server.close()
 
 
-def framed(value: Any) -> bytes:
-    payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+def packed(payload: bytes) -> bytes:
     return LENGTH.pack(len(payload)) + payload
+
+
+def framed(value: Any) -> bytes:
+    return packed(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
 
 def fails(path: Path) -> RankError:
@@ -88,10 +93,41 @@ def test_what_does_not_answer_in_time_is_not_gone_yet(serve: Serve) -> None:
         framed({"status": "error", "message": "Unknown command"}),
         framed({"status": "ok", "memory_bytes": "7"}),
         framed({}),
+        # Pickles whose instructions do not fit together.
+        packed(b"K\x01}b."),
+        packed(b"K\x01(K\x02K\x03u."),
+        packed(b"\x8e" + b"\xff" * 7 + b"\x7f."),
+        packed(b"\x95" + b"\xff" * 8 + b"K\x01."),
     ],
 )
 def test_other_answers(serve: Serve, answer: bytes) -> None:
     assert not fails(serve(answer)).gone
+
+
+def test_a_message_is_a_text_or_not_shown(serve: Serve) -> None:
+    endless: Any = "a"
+    for _ in range(60):  # printed it would have 2 ** 60 letters
+        endless = [endless, endless]
+    assert "says why" in str(fails(serve(framed({"message": endless}))))
+
+
+def test_an_answer_byte_by_byte_has_the_same_limit(tmp_path: Path) -> None:
+    path = tmp_path / "vllm_weight_cache_slow.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+
+        def run() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                for byte in framed({"status": "ok", "memory_bytes": 7}):
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.1)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert not fails(path).gone
+        thread.join(20)
 
 
 def test_an_answer_runs_nothing(serve: Serve, tmp_path: Path) -> None:

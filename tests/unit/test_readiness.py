@@ -233,6 +233,7 @@ def test_the_root_path_comes_first(engine: FakeEngine, port: int) -> None:
         ((200, b"[" * 100_000), "no completion"),
         ((200, b'{"usage": null}'), "no completion"),
         ((200, b"<html>"), "no completion"),
+        ((200, b"[" * 100_000), "no completion"),
         ((200, b""), "no completion"),
     ],
 )
@@ -335,6 +336,19 @@ def test_a_dead_engine_says_so(engine: FakeEngine, port: int, probers: list[Prob
     assert (dead.event, degraded.event) == (Event.DEAD, Event.DEGRADED)
     assert "503" in dead.reason
     assert prober.missed >= 2
+
+
+def test_an_engine_that_is_full_is_not_dead(
+    engine: FakeEngine, port: int, probers: list[Prober]
+) -> None:
+    prober = watch(probers, target(port), 0.02)
+    take(prober, 2)
+    engine.answers["POST /v1/completions"] = (503, b"The engine is currently busy")
+    (degraded,) = take(prober, 1)
+    assert (degraded.event, "503" in degraded.reason) == (Event.DEGRADED, True)
+    engine.answers["POST /v1/completions"] = (200, completion(1))
+    (ready,) = take(prober, 1)
+    assert ready.event is Event.READY
 
 
 def test_requests_that_move_on_take_the_canarys_place(

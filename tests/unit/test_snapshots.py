@@ -248,6 +248,7 @@ def test_no_criu(tmp_path: Path, store: Store, no_criu: None) -> None:
     [
         (["--load-format", "runai_streamer"], "--load-format runai_streamer"),
         (["--model-loader-extra-config.a", "1"], "--load-format auto"),
+        (["--model_loader_extra_config.a=1"], "--load-format auto"),
         (["--api-server-count", "2"], "2 API servers"),
         (["-asc", "3"], "3 API servers"),
         (["-dp", "2"], "2 API servers"),

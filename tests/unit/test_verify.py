@@ -71,6 +71,16 @@ def test_the_checkpoint_is_read_again(tmp_path: Path, model: str) -> None:
         assert (code, text) == (0, f"{sound}not found ({looked})\n")
 
 
+def test_a_checkpoint_with_weights_in_folders_below(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense/model.safetensors").write_bytes(b"dense")
+    with running_vault(tmp_path) as (path, _):
+        publish(path, folder, "org/name")
+        code, text = command(path, "verify")
+        assert (code, text.endswith("checkpoint: same\n")) == (0, True), text
+
+
 def test_changed_bytes_in_memory_still_fail(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     with running_vault(tmp_path) as (path, _), VaultClient(path) as client:

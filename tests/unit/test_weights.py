@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vault_process import close_all, make_generation, running_vault
+from vault_process import close_all, make_generation, open_fds, running_vault
 from warmhold_entrypoint.container.conf import ENGINE_FOLDER
 from warmhold_entrypoint.errors import Rejection
 from warmhold_entrypoint.weight_cache import resident, weights
@@ -72,6 +72,8 @@ def test_no_report_is_no_summary(tmp_path: Path) -> None:
         json.dumps({**HIT, "mode": "snapshot"}),
         json.dumps({**HIT, "seconds": {"total": "x"}}),
         json.dumps({**HIT, "fields": {"x": 1}}).replace("1}", "[" * 10_000 + "]" * 10_000 + "}"),
+        json.dumps({**HIT, "bytes": 10**400}),
+        '{"fields": {"a": ' + "[" * 200_000,
         json.dumps({**HIT, "reason": "x" * (2 << 20)}),
     ],
     ids=lambda text: text[:20],
@@ -86,12 +88,14 @@ def test_neither_links_nor_pipes_are_read(folder: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.json"
     secret.write_text(json.dumps(HIT))
     (folder / "weights-1-1.json").symlink_to(secret)
-    for name in ("weights-2-1.json", "weights-4-1.json"):
-        os.mkfifo(folder / name)
-    writer = os.open(folder / "weights-4-1.json", os.O_RDWR)
+    os.mkfifo(folder / "weights-2-1.json")
     (folder / "weights-3-1.json").mkdir()
+    before = open_fds()
+    assert weights.read_reports(folder.parent) == []
+    writer = os.open(folder / "weights-2-1.json", os.O_RDWR)  # it keeps a pipe from ending
     assert weights.read_reports(folder.parent) == []
     os.close(writer)
+    assert open_fds() == before
     weights.forget_reports(folder.parent)
     assert [path.name for path in folder.iterdir()] == ["weights-3-1.json"]
     assert secret.exists()

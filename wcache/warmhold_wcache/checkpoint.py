@@ -97,5 +97,5 @@ def _candidates(row: Mapping[str, Any]) -> Iterator[Path]:
     if row["key"].get("is_draft") != "true":
         with suppress(ValueError, TypeError, LookupError):
             files = json.loads(row["launch_key"]["files"])
-            (folder,) = {Path(path).parent for path, *_ in files}
-            yield folder
+            # Some models have weights in folders below as well.
+            yield min((Path(path).parent for path, *_ in files), key=lambda path: len(path.parts))

@@ -25,6 +25,12 @@ _SETTLED_S = 2.0
 _MAX_ENTRY_BYTES = 1 << 16
 # Tried in this order, as vLLM's default loader does: the first kind that exists is the checkpoint.
 _KINDS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+# What some models read besides, on their own: dense layers of sentence-transformers, Jina's
+# adapters, DFlash's mask. Sources: adapters.py, jina.py, qwen3_dflash.py in vLLM's models.
+_OWN_READS = (
+    *("*/model.safetensors", "*/pytorch_model.bin", "adapters/*/adapter_model.safetensors"),
+    "mask_embedding.pt",
+)
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -54,11 +60,12 @@ class Content:
 
 def find_weight_files(folder: Path) -> tuple[Path, ...]:
     """Given a checkpoint's folder, return its weight files by name: every file of the first kind
-    found, whether or not an index names it. One file too many costs time, one too few a wrong
-    hit."""
+    found, whether or not an index names it, and then those that a model may read on its own. One
+    file too many costs time, one too few a wrong hit."""
     for kind in _KINDS:
         if files := sorted(folder.glob(kind)):
-            return tuple(files)
+            more = {path for pattern in _OWN_READS for path in folder.glob(pattern)}
+            return (*files, *sorted(more.difference(files)))
     return ()
 
 

@@ -20,6 +20,7 @@ BACKENDS = ("memfd", "cuda-vmm")
 KINDS = ("parameter", "buffer")
 MAX_KEY_BYTES = 48 << 10  # so that a request with it fits
 MAX_DESCRIPTION_BYTES = 16 << 20
+_MAX_NAME_BYTES = 8 << 10  # of a model, in JSON: with the keys all fit into one answer
 _MAX_TENSORS = 200_000
 _MAX_INT = 1 << 62
 # Bytes of an element; of a type that is not listed only the offset is checked.
@@ -146,6 +147,8 @@ def _check(made: Generation) -> None:
         raise malformed(f"a key of {len(made.key)} fields, backend {made.backend!r}")
     if max(len(_canonical(made.key)), len(_canonical(made.launch_key))) > MAX_KEY_BYTES:
         raise WcacheError("wcache.too-large", f"a key of more than {MAX_KEY_BYTES} bytes")
+    if len(json.dumps(made.model)) > _MAX_NAME_BYTES:
+        raise WcacheError("wcache.too-large", f"a model's name of {len(made.model)} letters")
     if not 0 < len(made.segments) < MAX_FDS or len(made.tensors) > _MAX_TENSORS:
         raise WcacheError(
             "wcache.too-large", f"{len(made.segments)} segments, {len(made.tensors)} tensors"

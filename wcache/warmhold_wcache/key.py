@@ -33,6 +33,7 @@ _UNRELATED_FLAGS = frozenset(
     uvicorn-log-level
     """.split()  # noqa: SIM905
 )
+_SECRETS = ("api-key", "hf-token")
 _UNRELATED_VARIABLES = frozenset(
     """
     VLLM_API_KEY VLLM_CACHE_ROOT VLLM_CONFIG_ROOT VLLM_CONFIGURE_LOGGING VLLM_CPU_KVCACHE_SPACE
@@ -121,7 +122,7 @@ def normalise_arguments(argv: Sequence[str]) -> dict[str, str]:
             value = " ".join(values)
         name = name.replace("_", "-") if word.startswith("--") else _SHORT_FLAGS.get(name, name)
         found[name] = _canonical(value)
-    return {name: value for name, value in found.items() if name not in _UNRELATED_FLAGS}
+    return {name: value for name, value in found.items() if not _is_unrelated(name)}
 
 
 def compare(resident: Mapping[str, str], wanted: Mapping[str, str]) -> Differences:
@@ -137,6 +138,11 @@ def compare(resident: Mapping[str, str], wanted: Mapping[str, str]) -> Differenc
         for field in sorted({*resident, *wanted} - ignored)
         if resident.get(field) != wanted.get(field)
     }
+
+
+def _is_unrelated(name: str) -> bool:
+    # The beginning of an option is enough for vLLM, and no secret enters a key.
+    return name in _UNRELATED_FLAGS or any(option.startswith(name) for option in _SECRETS)
 
 
 def _is_flag(word: str) -> bool:

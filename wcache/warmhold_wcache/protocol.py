@@ -8,6 +8,7 @@ asked for is never opened here. What is bounded: a request, an answer, a batch, 
 """
 
 import array
+import errno
 import json
 import os
 import socket
@@ -188,8 +189,11 @@ def read_peer(sock: socket.socket) -> Peer:
 
 def open_peer_pidfd(sock: socket.socket, peer: Peer) -> int:
     """Given a connected socket, return a pidfd of its peer; raise OSError where it has ended."""
-    with suppress(OSError):
+    try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:  # it has ended, and its PID may be another's by now
+            raise
     return os.pidfd_open(peer.pid)
 
 

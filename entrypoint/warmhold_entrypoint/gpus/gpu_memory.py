@@ -5,6 +5,7 @@ A driver takes memory back some time after a process was killed, and vLLM ends w
 little free. Who holds memory is read off /proc: in containers the driver names nobody.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -48,8 +49,9 @@ def build_need(
     a GPU is left out: NVML does not tell its memory by this name."""
     try:
         share = float(arguments.value("--gpu-memory-utilization") or _UTILIZATION)
-    except ValueError:  # vLLM says so
+    except ValueError:
         share = 0.0
+    share = share if math.isfinite(share) else 0.0  # what is no share vLLM says itself
     need = {
         gpu.uuid: max(0, int(gpu.memory_bytes * share) - mapped_bytes)
         for gpu in gpus

@@ -144,5 +144,9 @@ def explain_end(status: int, verdict: Fault | None, oom_kills: int) -> str:
     if verdict:
         return verdict.detail
     if status < 0:
-        return f"ended by signal {-status} ({signal.Signals(-status).name})"
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:  # most real-time signals have none
+            name = "real-time"
+        return f"ended by signal {-status} ({name})"
     return f"ended by itself with status {status}"

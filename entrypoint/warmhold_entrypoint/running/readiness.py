@@ -88,6 +88,8 @@ def probe_canary(target: Target, timeout_s: float) -> bool:
     except ProbeError as error:
         if error.status == 405 or (error.status == 404 and _NO_ROUTE in str(error)):
             return False
+        if error.status == 503:  # a full queue (--max-num-queued-reqs) or a pause, and no death
+            raise ProbeError(str(error)) from error
         raise
     return True
 

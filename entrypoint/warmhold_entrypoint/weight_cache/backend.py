@@ -31,6 +31,8 @@ _HEALTH_HOST = "--weight-cache-health-host"
 _HEALTH_PORT = "--weight-cache-health-port"
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = re.compile(r"expandable_segments:\s*true", re.IGNORECASE)
+# Upstream's preload has no process for ranks of this kind.
+_CONTEXT = "--prefill-context-parallel-size"
 _PIPELINES_SINCE = (0, 33)
 # A socket's path has 107 letters at most.
 _MAX_FOLDER = 107 - len(f"/vllm_weight_cache_{'0' * 32}_draft.sock")
@@ -79,7 +81,7 @@ def choose_backend(settings: Settings, on_gpu: bool) -> Backend:
         or bool(arguments.elsewhere)
         or has_draft_model(arguments)
     )
-    return "vllm" if on_gpu and shared else "vault"
+    return "vllm" if on_gpu and shared and arguments.count(_CONTEXT) == 1 else "vault"
 
 
 def has_draft_model(arguments: EngineArguments) -> bool:
@@ -121,6 +123,8 @@ def find_obstacle(
     if arguments.count("--pipeline-parallel-size") > 1 and _numbers(version) < _PIPELINES_SINCE:
         detail = f"vLLM {version}'s preload takes no --pipeline-parallel-size; 0.33's does"
         return _unsupported(detail, "use vLLM 0.33 or newer, or tensor parallelism")
+    if arguments.count(_CONTEXT) > 1:
+        return _unsupported(f"`vllm preload` knows no {_CONTEXT}", _VAULT)
     if len(folder := socket_dir(settings)) > _MAX_FOLDER:
         detail = f"a path in {folder} is too long for a socket's"
         return _unsupported(detail, f"give a {_SOCKET_DIR} of at most {_MAX_FOLDER} letters")
@@ -140,6 +144,7 @@ def spans_nodes(arguments: EngineArguments) -> bool:
 def count_local_ranks(arguments: EngineArguments) -> int:
     """Given the engine's arguments, return how many GPUs of it this node has."""
     in_one = arguments.count("--tensor-parallel-size") * arguments.count("--pipeline-parallel-size")
+    in_one *= arguments.count(_CONTEXT)
     ranks = arguments.count("--data-parallel-size")
     nodes = arguments.count("--nnodes")
     if nodes > 1:

@@ -10,6 +10,7 @@ import io
 import pickle  # upstream's protocol; the reader below makes no objects
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,15 @@ def ask_rank(path: Path, timeout_s: float) -> int | None:
         answer = _ask(path, {"cmd": "get_memory"}, timeout_s)
     except (FileNotFoundError, ConnectionError) as error:
         raise RankError(f"{path.name}: {error.strerror or error}", gone=True) from error
-    except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError) as error:
         raise RankError(f"{path.name}: {error or type(error).__name__}") from error
     if answer.get("status") == "ok" and isinstance(size := answer.get("memory_bytes"), int):
         if size > 0:
             return size
         raise RankError(f"{path.name}: it has given its weights up", gone=True)
-    message = str(answer.get("message"))
+    message = answer.get("message")
+    if not isinstance(message, str):  # whose text could be endless
+        raise RankError(f"{path.name}: it neither holds weights nor says why")
     if message.startswith(_REFUSED):
         return None
     raise RankError(f"{path.name}: {message[:200]}")
@@ -102,22 +105,34 @@ class _PlainReader(pickle.Unpickler):
 
 def _ask(path: Path, request: dict[str, str], timeout_s: float) -> dict[str, Any]:
     payload = pickle.dumps(request)
+    deadline = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         connection.connect(str(path))
         connection.sendall(_LENGTH.pack(len(payload)) + payload)
-        (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+        (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, deadline))
         if length > _MAX_ANSWER_BYTES:
             raise ValueError(f"an answer of {length} bytes")
-        answer = _PlainReader(io.BytesIO(_receive(connection, length))).load()
+        answer = _load(_receive(connection, length, deadline))
     if not isinstance(answer, dict):
         raise ValueError("an answer that is no mapping")
     return answer
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
+def _load(payload: bytes) -> object:
+    try:
+        return _PlainReader(io.BytesIO(payload)).load()
+    except Exception as error:  # of bytes that are no pickle it raises whatever they lead to
+        raise ValueError(f"an answer that is no plain value: {error!r}"[:200]) from error
+
+
+def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
     received = b""
     while len(received) < count:
+        rest_s = deadline - time.monotonic()
+        if rest_s <= 0:
+            raise TimeoutError("it did not answer in time")
+        connection.settimeout(rest_s)
         chunk = connection.recv(count - len(received))
         if not chunk:
             raise ConnectionError("it closed the connection")

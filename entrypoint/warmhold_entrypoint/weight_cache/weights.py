@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from warmhold_wcache.content import Content
 from warmhold_wcache.key import build_launch_key, compare
+from warmhold_wcache.protocol import FdBag
 
 from ..container.conf import ENGINE_FOLDER, VAULT_SOCKET
 from ..errors import Fault, Rejection
@@ -47,7 +48,7 @@ _REMEDIES = {
 
 def uses_loader(settings: Settings) -> bool:
     """Given settings, tell whether the engine loads through warmhold's loader."""
-    dotted = any(item.startswith(_EXTRA + ".") for item in settings.arguments.argv)
+    dotted = any(name.startswith(_EXTRA + ".") for name, _ in settings.arguments.options())
     return not dotted and load_format(settings) in (*_READERS, *OWN_FORMATS)
 
 
@@ -180,7 +181,7 @@ class Report(msgspec.Struct, frozen=True):
     """What one load did, as the loader writes it; the engine is not trusted with its form."""
 
     mode: Literal["disk", "ipc_cache"]
-    bytes: int
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
     seconds: dict[str, float]
     code: str
     reason: str
@@ -195,10 +196,9 @@ def read_reports(run_dir: Path) -> list[Report]:
     for path in sorted((run_dir / ENGINE_FOLDER).glob("weights-*.json")):
         with suppress(OSError, msgspec.DecodeError, RecursionError):
             # Neither a link to follow nor a pipe to wait for: the folder is the engine's.
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with os.fdopen(fd, "rb") as file:
-                text = file.read(_MAX_REPORT_BYTES) or b""
-                reports.append(msgspec.json.decode(text, type=Report))
+            with FdBag([os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)]) as bag:
+                text = os.read(bag.fds[0], _MAX_REPORT_BYTES)
+            reports.append(msgspec.json.decode(text, type=Report))
     return reports
 
 

@@ -143,6 +143,8 @@ def _hash(value: Any) -> str:
 
 
 def _stable(value: Any) -> str:
+    if isinstance(value, set | frozenset):  # its order is another one in each process
+        return json.dumps(sorted(map(str, value)))
     # An object's address in its text would make every start another key.
     text = str(value)
     return type(value).__qualname__ if " at 0x" in text else text

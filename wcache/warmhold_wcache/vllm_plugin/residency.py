@@ -105,6 +105,15 @@ def keep(residency: Residency, model: nn.Module) -> None:
     model.load_weights = load_into_private
 
 
+def require_held() -> None:
+    """Before weights are unmapped, raise WcacheError unless the vault has them: after a publish
+    that failed, or `wcache drop --force`, the mappings here are all that there is of them."""
+    for resident in RESIDENT:
+        if resident.mapped:
+            with VaultClient(resident.socket_path, resident.timeout_s) as client:
+                client.lease(resident.generation.id)
+
+
 def detach() -> None:
     """Put private, writable copies in the place of this process's mappings, at the same addresses,
     and end the leases: every tensor is what it was, and can be written. One segment at a time is

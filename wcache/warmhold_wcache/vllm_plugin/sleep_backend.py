@@ -18,7 +18,9 @@ class WarmholdSleepBackend(CuMemBackend):  # type: ignore[misc]
     """Owns the state that upstream asks for; the mappings are those of `residency.RESIDENT`."""
 
     def suspend(self, level: int = 1) -> None:
-        """Unmap the weights, at every level, and free what upstream frees at this one."""
+        """Unmap the weights, at every level, and free what upstream frees at this one. Raise
+        WcacheError, with nothing unmapped, where the vault does not have them."""
+        residency.require_held()
         for resident in residency.RESIDENT:
             resident.quiesce()
         super().suspend(level)

@@ -153,6 +153,8 @@ def _try_all(worker: Any, act: Callable[[residency.Residency], None]) -> dict[st
     does so too; return the state, with `error` (code, detail, remedy) where it failed."""
     try:
         if not _has_sleep_mode(worker):
+            if act is residency.Residency.quiesce:
+                residency.require_held()
             for resident in residency.RESIDENT:
                 act(resident)
         elif act is residency.Residency.quiesce:
