@@ -240,6 +240,13 @@ def test_ours_is_not_made_of_an_engine_of_upstreams() -> None:
     assert against and against[0] == "snapshot.off"
 
 
+def test_nobody_gives_a_snapshot_a_name_by_which_it_is_removed() -> None:
+    found = Snapshots(identity={"kernel": "k"})
+    against = upstream.find_against_ours(found, "", "auto-mine")
+    assert against and against[0] == "snapshot.name"
+    assert upstream.find_against_ours(found, "", "mine-auto-") is None
+
+
 def test_upstreams_is_tried_first_and_the_usual_ones_follow(image: Path) -> None:
     usual = Plan(
         environment={},

@@ -34,6 +34,7 @@ _TOKENS = 8
 _ORDER_S = 3600.0
 _POLL_S = 0.01
 _ASK_S = 60.0
+_AGAIN_S = 0.5
 T = TypeVar("T")
 
 
@@ -132,6 +133,7 @@ class Container:
             answer = give_order(self._run_dir, CREATE, NAME, _ORDER_S)
             if answer.get("code") != "snapshot.not-serving":
                 return answer
+            time.sleep(_AGAIN_S)
 
     def snapshot_nonce(self) -> str:
         """Return the nonce in the snapshot; "" where there is none."""

@@ -247,7 +247,7 @@ class Runner:
             order.refuse("snapshot.not-serving", detail, "try again later; see `warmhold status`")
         elif order.ends_engine:
             self._begin_restart(order)
-        elif against := find_against_ours(self._plan.snapshots, self._story.snapshot):
+        elif against := find_against_ours(self._plan.snapshots, self._story.snapshot, order.name):
             order.refuse(*against)
         else:
             self._begin_snapshot(order)

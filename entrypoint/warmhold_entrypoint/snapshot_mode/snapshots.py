@@ -37,6 +37,7 @@ from .inputs import read_inputs
 from .revoked import collect_secrets, collect_served, find_revoked, find_unsealed
 
 FOLDER = "snapshots"
+AUTO_PREFIX = "auto-"  # of the names of snapshots that nobody asked for
 GENERATIONS = "generations"  # among a manifest's notes: the weights that its engine had mapped
 # What differs between two containers of one configuration, or names the user of a shell.
 _VOLATILE = re.compile(

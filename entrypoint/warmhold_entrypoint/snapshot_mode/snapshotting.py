@@ -21,11 +21,10 @@ from ..running.loop import Loop
 from ..running.orders import Order
 from ..settings import Settings
 from .making import Making
-from .snapshots import FOLDER
+from .snapshots import AUTO_PREFIX, FOLDER
 
 # A new container's own processes stay below, so that these numbers are free there.
 _PIDS_ABOVE = 1000
-_AUTO_PREFIX = "auto-"
 _DRAIN_S, _AUTO_DRAIN_S = 30.0, 1.0
 # More than all limits of a maker's own steps until the engine serves again.
 _LIMIT_S = 480.0
@@ -41,7 +40,7 @@ class Snapshotting:
     ) -> None:
         """Given an order, or None where nobody asked: earlier ones of that kind are then removed;
         those that somebody made stay."""
-        self.name = (order.name if order else _AUTO_PREFIX) or "snapshot-"
+        self.name = (order.name if order else AUTO_PREFIX) or "snapshot-"
         if self.name.endswith("-"):
             self.name += f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
         self.over = False
@@ -63,7 +62,7 @@ class Snapshotting:
             "drain_s": _DRAIN_S if order else _AUTO_DRAIN_S,
             "identity": dict(plan.snapshots.identity),
             "other_uid": bool(settings.env.engine_uid),
-            "prune": "" if order else _AUTO_PREFIX,
+            "prune": "" if order else AUTO_PREFIX,
         }
         self._making = Making(request, loop)
         self._until = time.monotonic() + _LIMIT_S

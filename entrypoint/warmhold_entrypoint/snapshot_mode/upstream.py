@@ -36,7 +36,7 @@ from ..plan import Attempt, Plan
 from ..running.orders import CREATE, Order
 from ..settings import HUB_TOKENS, Settings
 from ..weight_cache.weights import PLUGIN
-from .snapshots import FOLDER, Snapshots
+from .snapshots import AUTO_PREFIX, FOLDER, Snapshots
 
 SCOPE = "snapshot.upstream-scope"
 _COMMIT = re.compile(r"[0-9a-fA-F]{40}")
@@ -225,9 +225,15 @@ def put_first(settings: Settings, plan: Plan, name: str) -> Plan:
     return dataclasses.replace(plan, attempts=(attempt, *plan.attempts), rejections=rejections)
 
 
-def find_against_ours(found: Snapshots, restored: str) -> tuple[str, str, str] | None:
-    """Given what snapshots of ours there are, and what the running engine was restored from, return
-    code, detail and remedy of why none of ours can be made of it; None where one can."""
+def find_against_ours(
+    found: Snapshots, restored: str, name: str = ""
+) -> tuple[str, str, str] | None:
+    """Given what snapshots of ours there are, what the running engine was restored from, and a
+    name, return code, detail and remedy of why none of ours can be made of it; None where one can.
+    """
+    if name.startswith(AUTO_PREFIX):
+        detail = f"{name}: such names are of those made by themselves, and so removed by themselves"
+        return "snapshot.name", detail, "choose another name"
     if is_upstreams(restored):
         detail = f"{restored}: an engine that `vllm snapshot` restored cannot be held"
         return "snapshot.backend", detail, "`supervisorctl restart engine` starts one that can"
