@@ -298,7 +298,7 @@ class RealStack(Server):
             source.remove()
         cached = folder / "models" / "models--warmhold--demo"
         with tarfile.open(fileobj=archive) as tar:
-            tar.extractall(cached / "snapshots", filter="data")
+            tar.extractall(cached / "snapshots")  # noqa: S202 - of our own image; 3.11.2 has no filter
         (cached / "snapshots" / "demo").rename(cached / "snapshots" / "c0ffee")
         (cached / "refs").mkdir()
         (cached / "refs" / "main").write_text("c0ffee")

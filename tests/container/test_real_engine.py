@@ -182,7 +182,7 @@ def test_the_demo_weights_are_a_plain_checkpoint(real: RealStack, tmp_path: Path
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(text.split())
     chunks, _ = real.container.get_archive("/opt/warmhold/demo/model.safetensors")
     with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as tar:
-        tar.extractall(tmp_path, filter="data")
+        tar.extractall(tmp_path)  # noqa: S202 - of our own making; 3.11.2 has no filter
     with safe_open(tmp_path / "model.safetensors", framework="numpy") as weights:
         names = set(weights.keys())
         shape = weights.get_slice("model.embed_tokens.weight").get_shape()
