@@ -37,6 +37,7 @@ from warmhold_wcache.vllm_plugin.cuda_memory import CudaMemory
 from warmhold_wcache.vllm_plugin.host_memory import HostMemory
 from warmhold_wcache.vllm_plugin.memory import Memory, find_memory
 from warmhold_wcache.vllm_plugin.model_state import StructureError
+from warmhold_wcache.vllm_plugin.sparse import CHUNK_BYTES, TAG, SparseCopies, find_runs
 
 MIB = 1 << 20
 
@@ -348,6 +349,61 @@ def check_what_the_vault_lacks_stays_mapped() -> None:
     assert rights_at(model.embed.weight.data_ptr()) == "r--s"
 
 
+def check_what_is_mostly_zeros_sleeps_without_them() -> None:
+    size = 16 * CHUNK_BYTES
+    used = {
+        "zeros": [],
+        "few": [0, 7 * CHUNK_BYTES - 1, size - 1],  # the first, one chunk's end, the last
+        "half": [at * CHUNK_BYTES for at in range(0, 16, 2)],
+        "most": [at * CHUNK_BYTES for at in range(9)],
+    }
+    pool = {}
+    for name, places in used.items():
+        _, address = memory.allocate(size, name)
+        memory.view(address, size)[places] = 1
+        pool[address] = SimpleNamespace(tag="runtime", is_asleep=False, handle=(0, size), name=name)
+    _, other = memory.allocate(size, "other")  # not to be copied at all
+    pool[other] = SimpleNamespace(tag="kv_cache", is_asleep=False, handle=(0, size), name="other")
+    before = {address: memory.view(address, size).clone() for address in pool}
+    copies = SparseCopies(memory.view)
+
+    copies.keep(pool, ("weights", "runtime"))
+    tags = {data.name: data.tag for data in pool.values()}
+    kept = dict.fromkeys(("zeros", "few", "half"), TAG)
+    assert tags == {**kept, "most": "runtime", "other": "kv_cache"}, tags
+    for address, data in pool.items():
+        data.is_asleep = True
+        if data.tag == TAG:  # vLLM discards it, and later maps what nobody has written
+            memory.view(address, size)[:] = 0xAA
+    copies.keep(pool, ("weights", "runtime"))  # asleep already
+    copies.put_back(pool)  # nothing is there yet
+    addresses = {data.name: address for address, data in pool.items()}
+    gone = pool.pop(addresses["few"])
+    pool[addresses["few"]] = SimpleNamespace(tag="weights", is_asleep=False, handle=(0, size))
+    for data in pool.values():
+        data.is_asleep = False
+    copies.put_back(pool)
+    for name in ("zeros", "half", "most", "other"):
+        data = pool[addresses[name]]
+        assert data.tag == ("kv_cache" if name == "other" else "runtime")
+        assert torch.equal(memory.view(addresses[name], size), before[addresses[name]]), name
+    assert gone.tag == TAG and (memory.view(addresses["few"], size) == 0xAA).all(), "another's"
+    memory.view(addresses["zeros"], size)[:] = 1
+    copies.put_back(pool)  # once is enough
+    assert (memory.view(addresses["zeros"], size) == 1).all()
+
+
+def check_runs() -> None:
+    odd = torch.zeros(3 * CHUNK_BYTES + 8, dtype=torch.uint8)
+    end = (3 * CHUNK_BYTES, odd.numel())
+    assert find_runs(odd) == [end], "what is no whole chunk is never looked at"
+    odd[CHUNK_BYTES] = 128
+    assert find_runs(odd) == [(CHUNK_BYTES, 2 * CHUNK_BYTES), end]
+    odd[2 * CHUNK_BYTES - 1] = odd[3 * CHUNK_BYTES - 1] = 1
+    assert find_runs(odd) == [(CHUNK_BYTES, odd.numel())]
+    assert find_runs(odd[:0]) == []
+
+
 def check_a_key_does_not_depend_on_the_order_of_a_set() -> None:
     for names in ({"b", "c", "a"}, frozenset(("c", "b", "a"))):
         assert exact_key._stable(names) == '["a", "b", "c"]'
@@ -462,7 +518,7 @@ def check_linear() -> None:
 
 # What does not depend on the memory, or is a CPU's own.
 ONCE = {
-    *("check_checksum", "check_extra_memory", "check_linear", "check_misfits"),
+    *("check_checksum", "check_extra_memory", "check_linear", "check_misfits", "check_runs"),
     "check_a_key_does_not_depend_on_the_order_of_a_set",
 }
 

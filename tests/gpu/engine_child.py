@@ -75,6 +75,16 @@ def look(worker: Any) -> dict[str, Any]:
     }
 
 
+def count_copied(_: Any) -> int:
+    """In the worker: bytes that vLLM has copied to the host for a sleep."""
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    copies = [
+        data.cpu_backup_tensor for data in get_mem_allocator_instance().pointer_to_data.values()
+    ]
+    return sum(copy.numel() for copy in copies if copy is not None)
+
+
 def free_bytes() -> int:
     torch.cuda.synchronize()
     return int(torch.cuda.mem_get_info()[0])
@@ -88,6 +98,7 @@ def sleep_once(engine: LLM, suspend: str) -> dict[str, Any]:
     said = engine.sleep(level=level) if own else engine.collective_rpc("warmhold_quiesce")[0]
     slept, asleep = time.monotonic(), free_bytes()
     state = engine.collective_rpc("warmhold_state")[0]
+    copied = engine.collective_rpc(count_copied)[0]
     woken = time.monotonic()
     back = engine.wake_up() if own else engine.collective_rpc("warmhold_resume")[0]
     errors = [item["error"] for item in (said, back) if isinstance(item, dict) and "error" in item]
@@ -96,6 +107,7 @@ def sleep_once(engine: LLM, suspend: str) -> dict[str, Any]:
         **{"how": suspend, "sleep_s": seconds[0], "wake_s": seconds[1]},
         **{
             "freed": asleep - before,
+            "copied": copied,
             "state": state,
             "errors": errors,
             "after": free_bytes() - before,

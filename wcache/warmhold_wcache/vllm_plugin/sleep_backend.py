@@ -1,21 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sleep mode `warmhold`: weights that lie in the vault are unmapped, and copied nowhere.
 
-Everything else is upstream's: the KV cache is discarded, runtime state goes to the host, graphs and
-communicators stay. A model that is not in segments sleeps as with upstream's own backend. The
-vault's copy stays on the GPU, so that a sleep frees the KV cache there and not the weights.
+Everything else is upstream's: the KV cache is discarded, runtime state goes to the host (without
+its zeros, see `sparse`), graphs and communicators stay. A model that is not in segments sleeps as
+with upstream's own backend. The vault's copy stays on the GPU, so that a sleep frees the KV cache
+there and not the weights.
 """
 
+from typing import Any
+
+import torch
+from vllm.device_allocator import get_mem_allocator_instance
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 from vllm.platforms import current_platform
 
 from warmhold_wcache.vllm_plugin import residency
+from warmhold_wcache.vllm_plugin.memory import find_memory
+from warmhold_wcache.vllm_plugin.sparse import SparseCopies
 
 NAME = "warmhold"
+_COPIED = ("runtime", "cudagraph")  # at every level; weights at level 1 alone
 
 
 class WarmholdSleepBackend(CuMemBackend):  # type: ignore[misc]
     """Owns the state that upstream asks for; the mappings are those of `residency.RESIDENT`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = find_memory(torch.device("cuda"))
+        assert memory is not None, "is_supported says on which platform"
+        self._sparse = SparseCopies(memory.view)
 
     def suspend(self, level: int = 1) -> None:
         """Unmap the weights, at every level, and free what upstream frees at this one. Raise
@@ -23,6 +37,8 @@ class WarmholdSleepBackend(CuMemBackend):  # type: ignore[misc]
         residency.require_held()
         for resident in residency.RESIDENT:
             resident.quiesce()
+        torch.cuda.synchronize()
+        self._sparse.keep(_allocations(), (*_COPIED, "weights") if level == 1 else _COPIED)
         super().suspend(level)
 
     def resume(self, tags: list[str] | None = None) -> None:
@@ -32,11 +48,17 @@ class WarmholdSleepBackend(CuMemBackend):  # type: ignore[misc]
             for resident in residency.RESIDENT:
                 resident.resume()
         super().resume(tags)
+        self._sparse.put_back(_allocations())
+        torch.cuda.synchronize()
 
     @classmethod
     def is_supported(cls) -> bool:
         """On an NVIDIA GPU."""
         return bool(current_platform.is_cuda())
+
+
+def _allocations() -> dict[int, Any]:
+    return dict(get_mem_allocator_instance().pointer_to_data)
 
 
 def register_sleep_backend() -> None:
