@@ -136,7 +136,10 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     ] = 30
     snapshot_verify: Annotated[
         Literal["always", "metadata"],
-        _about("Before a restore compare every byte with its checksum, or names and sizes alone."),
+        _about(
+            "Before what is restored runs compare every byte with its checksum, or names and sizes"
+            " alone."
+        ),
     ] = "always"
     snapshot_compress: Annotated[
         bool, _about("Keep snapshots in LZ4: a third of the bytes, and a slower restore.")

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,9 +107,14 @@ class Store:
         return sorted(rows, key=lambda row: row.created, reverse=True)
 
     def verify(
-        self, manifest: Manifest, checksums: bool = True, progress: Progress | None = None
+        self,
+        manifest: Manifest,
+        checksums: bool = True,
+        progress: Progress | None = None,
+        among: Callable[[str], bool] | None = None,
     ) -> None:
-        """Given a manifest, compare every file with it: names and sizes, and bytes if asked.
+        """Given a manifest, compare every file with it: names and sizes, and bytes if asked, of
+        all files or of those `among` them.
 
         Raise SnapshotError `snapshot.damaged` with every file that is not as it was.
         """
@@ -129,14 +134,15 @@ class Store:
         ]
         if not wrong and checksums:
             try:
-                found = compute_checksums(folder, sorted(wanted), progress=progress)
+                meant = sorted(name for name in wanted if among is None or among(name))
+                found = compute_checksums(folder, meant, progress=progress)
             except OSError as error:
                 wrong = [f"cannot be read: {error}"]
             else:
                 wrong = [
                     f"{name} has other bytes"
-                    for name, file in wanted.items()
-                    if found[name] != (file.size_bytes, file.checksum)
+                    for name in meant
+                    if found[name] != (wanted[name].size_bytes, wanted[name].checksum)
                 ]
         if wrong:
             detail = f"{manifest.name}: {'; '.join(sorted(wrong))}"

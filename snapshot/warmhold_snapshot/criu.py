@@ -81,15 +81,17 @@ def build_restore_argv(
     pidfile: Path,
     inherit: Mapping[int, int],
     plugins: Path | None = None,
+    script: Path | None = None,
 ) -> list[str]:
     """Given image and log folders, a file for the root's PID, descriptors by the inode of the pipe
     each stands in for and, for an engine on a GPU, the folder of plug-ins, return the argv of a
-    restore that ends when the tree runs."""
+    restore that ends when the tree runs; before that the script has its say, where there is one."""
     stands_in = [f"fd[{fd}]:pipe:[{inode}]" for inode, fd in inherit.items()]
     return [
         *(PROGRAM, "restore", "--restore-detached", "--pidfile", str(pidfile)),
         *("--tcp-established", "--link-remap", "--file-locks"),
         *(word for value in stands_in for word in ("--inherit-fd", value)),
+        *(() if script is None else ("--action-script", str(script))),
         *_common(images, work, RESTORE_LOG, plugins),
     ]
 

@@ -9,10 +9,8 @@ goes on even when whoever asked for the snapshot was killed meanwhile. Stdlib on
 
 import dataclasses
 import json
-import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +19,7 @@ from . import shm
 from .errors import SnapshotError
 from .pids import read_tree
 from .scan import scan
+from .script import program
 
 FINDINGS, PACK = "post-dump.json", "shm.img"
 _ACTION = "post-dump"
@@ -35,10 +34,7 @@ def script(
     shm_folder: Path = shm.FOLDER,
 ) -> Iterator[Path]:
     """Given the artifact's folder, the tree's root and whether criu takes CUDA along, make the
-    script that criu calls, for as long as it is needed.
-
-    Raise SnapshotError `snapshot.dump` where no folder at hand may hold a program (noexec).
-    """
+    script that criu calls, for as long as it is needed; raise SnapshotError as `program` does."""
     package = str(Path(__file__).parents[1])
     code = (
         f"import sys; sys.path.insert(0, {package!r}); "
@@ -46,22 +42,8 @@ def script(
     )
     words = [sys.executable, "-I", "-S", "-c", code, str(draft), str(root_pid)]
     words += [str(ghost_limit_bytes), str(int(on_gpu)), str(shm_folder)]
-    # criu calls it for every step of the dump.
-    text = (
-        f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" = {_ACTION} ] || exit 0\nexec {shlex.join(words)}\n'
-    )
-    path = None
-    try:
-        for folder in (draft, Path(tempfile.gettempdir()), Path(sys.prefix)):
-            path = _write_program(folder, text)
-            if path is not None:
-                yield path
-                return
-    finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
-    detail = f"neither {draft.parent} nor {tempfile.gettempdir()} may hold a program"
-    raise SnapshotError("snapshot.dump", detail, "mount one of them without noexec")
+    with program(draft, _ACTION, f"exec {shlex.join(words)}") as path:
+        yield path
 
 
 def main(folder: str, root_pid: str, ghost_limit_bytes: str, on_gpu: str, shm_folder: str) -> None:
@@ -83,18 +65,3 @@ def main(folder: str, root_pid: str, ghost_limit_bytes: str, on_gpu: str, shm_fo
         findings["error"] = SnapshotError("snapshot.disk", detail, remedy).to_json()
     Path(folder, FINDINGS).write_text(json.dumps(findings))
     sys.exit(1 if "error" in findings else 0)
-
-
-def _write_program(folder: Path, text: str) -> Path | None:
-    """A program with that text in that folder, or None where it cannot be or must not run there."""
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{_ACTION}-", suffix=".sh", dir=folder)
-    except OSError:
-        return None
-    with os.fdopen(handle, "w") as file:
-        os.fchmod(handle, 0o700)
-        file.write(text)
-    if os.access(name, os.X_OK):
-        return Path(name)
-    Path(name).unlink()
-    return None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 _PAGEMAP = re.compile(r"pagemap-(\d+)\.img")
 _HEAD = struct.Struct("=III")  # two magic numbers, then the size of the first message
+_PAGES = re.compile(r"pages-\d+\.img")
 _PAGES_ID = 0x08  # field 1 as a number, in protobuf's encoding
 
 
@@ -20,6 +21,11 @@ def measure_by_kind(sizes: dict[str, int]) -> dict[str, int]:
         kind = re.sub(r"(-[0-9a-fx]+)*\.img(\.lz4)?$", "", Path(name).name)
         kinds[kind] = kinds.get(kind, 0) + size
     return dict(sorted(kinds.items(), key=lambda item: -item[1]))
+
+
+def is_memory(name: str) -> bool:
+    """Given a file of an artifact, tell whether it is memory and nothing else, as it was."""
+    return _PAGES.fullmatch(Path(name).name) is not None
 
 
 def measure_by_process(images: Path) -> dict[int, int]:

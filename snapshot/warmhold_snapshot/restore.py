@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from . import awake, compression, criu, cuda, pids, shm
@@ -23,13 +24,16 @@ from .errors import SnapshotError
 from .folder import ALONE, locked
 from .hook import PACK
 from .identity import require_equal
+from .images import is_memory
 from .manifest import Manifest
+from .verdict import Verdict, judging
 
 _PR_GET_CHILD_SUBREAPER = 37
 _PIDFILE = "restored.pid"
 _BUSY = "another restore is at work"
 _END_S = 5.0
 _POLL_S = 0.01
+_SLOW_BYTES_S = 20e6  # of a disk from which two read at once
 _LISTED = 20  # of numbers that are taken: an engine may have thousands of threads
 
 
@@ -67,26 +71,33 @@ def restore(
     (and stderr, which gets its own where it had one), restore the artifact.
 
     With `identity` every field must be equal; without it the caller has compared. With `checksums`
-    every byte is verified first, else names and sizes. `plugins` is the folder of criu's plug-ins
-    for an engine on a GPU. Raise SnapshotError; no process, file or socket of the attempt is left
-    then, and with the processes their memory on the GPU has gone.
+    every byte is verified before a process runs, else names and sizes. `plugins` is the folder of
+    criu's plug-ins for an engine on a GPU. Raise SnapshotError; no process, file or socket of the
+    attempt is left then, and with the processes their memory on the GPU has gone.
     """
     clock = Clock()
     _require_subreaper()
     with ExitStack() as held:
         folder = held.enter_context(store.using(name))
         locks = [held.enter_context(locked(shm.FOLDER, ALONE, _BUSY))]
-        holder = held.enter_context(awake.awake(plugins))  # wakes up while bytes are verified
+        holder = held.enter_context(awake.awake(plugins))  # wakes up meanwhile
+        images = folder / IMAGES
+        compressed = compression.is_compressed(images)
+        beside = checksums and not compressed
         with clock.step("verify"):
             manifest = store.read(name)
             if identity is not None:
                 require_equal(manifest.identity, identity)
-            store.verify(manifest, checksums, progress)
+            among = _is_parsed if beside else None
+            store.verify(manifest, checksums, progress, among=among)
+        verdict = None
+        if beside:
+            verify = partial(store.verify, manifest, True, among=is_memory)
+            verdict = held.enter_context(judging(folder, verify, progress))
         with clock.step("collisions"):
             _require_free(manifest, limits.free_s)
             _require_files(manifest)
-        images = folder / IMAGES
-        if compression.is_compressed(images):
+        if compressed:
             with clock.step("expand"):
                 prefix = f"{DRAFT}{name}-"
                 given = compression.expanded(images, store.folder, prefix, progress)
@@ -100,7 +111,7 @@ def restore(
                 inherit = dict(zip(manifest.stdio, fds, strict=False))
                 variables = {**holder, **cuda.name_users(manifest.cuda)}
                 pid, pidfd = _restore(
-                    manifest, folder, images, inherit, locks, limits, plugins, variables
+                    manifest, folder, images, inherit, locks, limits, plugins, variables, verdict
                 )
         except BaseException:
             shm.remove(manifest.shm)
@@ -135,15 +146,21 @@ def _restore(
     limits: Limits,
     plugins: Path | None,
     variables: Mapping[str, str],
+    verdict: Verdict | None,
 ) -> tuple[int, int]:
     pidfile = folder / _PIDFILE
     pidfile.unlink(missing_ok=True)
-    argv = criu.build_restore_argv(images, folder, pidfile, inherit, plugins)
+    script = None if verdict is None else verdict.script
+    argv = criu.build_restore_argv(images, folder, pidfile, inherit, plugins, script)
     known = {(process.pid, process.start_ticks) for process in pids.read_all()}
+    # Where all is sound this is as long as criu alone may take; reading may take its time.
+    limit_s = limits.criu_s + (0 if verdict is None else manifest.image_bytes / _SLOW_BYTES_S)
     try:
         # criu holds the locks too: a caller that is killed meanwhile leaves it at work.
-        passed = sorted({*inherit.values(), *locks})
-        criu.run(argv, limits.criu_s, folder / criu.RESTORE_LOG, passed, variables)
+        passed = {*inherit.values(), *locks, *(() if verdict is None else (verdict.fd,))}
+        criu.run(argv, limit_s, folder / criu.RESTORE_LOG, sorted(passed), variables)
+        if verdict is not None:
+            verdict.require()
         pid = int(pidfile.read_text())
         process = pids.read_process(pid)
         if process is None or process.parent != os.getpid():
@@ -152,6 +169,8 @@ def _restore(
         return pid, os.pidfd_open(pid)
     except BaseException as error:
         _end_tree(manifest, known)
+        if verdict is not None and verdict.error is not None:
+            raise verdict.error from error
         if isinstance(error, SnapshotError):
             code = error.code if error.code == "snapshot.timeout" else "snapshot.restore"
             remedy = "create a new snapshot where this one never comes back"
@@ -159,6 +178,10 @@ def _restore(
         raise
     finally:
         pidfile.unlink(missing_ok=True)
+
+
+def _is_parsed(name: str) -> bool:
+    return not is_memory(name)
 
 
 def _end_tree(manifest: Manifest, known: set[tuple[int, int]]) -> None:

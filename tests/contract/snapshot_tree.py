@@ -165,7 +165,9 @@ class Course:
         for path in shm.FOLDER.iterdir():
             path.unlink()
         with refused("criu outlasts its limit", "snapshot.timeout"):
-            bring_back(self.store, "one", identity=self.who, limits=Limits(criu_s=0.02))
+            bring_back(
+                self.store, "one", identity=self.who, limits=Limits(criu_s=0.02), checksums=False
+            )
         left = pids.find_taken(self.manifest.ids())
         tell("nothing of it is left", not left and not list(shm.FOLDER.iterdir()), left)
         spoiled = self.store.path("one") / "images" / "inventory.img"

@@ -7,6 +7,8 @@ import select
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 from warmhold_snapshot import compression, criu, pids, restore
 from warmhold_snapshot.artifact import Store, describe_files
 from warmhold_snapshot.errors import SnapshotError
+from warmhold_snapshot.images import is_memory
 from warmhold_snapshot.manifest import FORMAT, Manifest
 from warmhold_snapshot.pids import Process
 from warmhold_snapshot.scan import OpenFile
@@ -81,6 +84,7 @@ class FakeCriu:
         self.seen: list[str] = []
         self.error: BaseException | None = None
         self.child: subprocess.Popen[bytes] | None = None
+        self.answers: list[tuple[str, int]] = []
         monkeypatch.setattr(criu, "run", self.run)
 
     def run(
@@ -98,6 +102,8 @@ class FakeCriu:
         self.pages = (self.images / "pages-1.img").read_bytes()
         if self.error:
             raise self.error
+        if "--action-script" in argv:
+            self.ask(argv[argv.index("--action-script") + 1], pass_fds)
         stdout = argv[argv.index("--inherit-fd") + 1].removeprefix("fd[").partition("]")[0]
         code = f"import os; os.write({stdout}, b'back'); os.read(0, 1)"
         self.child = subprocess.Popen(
@@ -105,6 +111,21 @@ class FakeCriu:
         )
         Path(argv[argv.index("--pidfile") + 1]).write_text(f"{self.child.pid}\n")
         return criu.Outcome(0.1, "")
+
+    def ask(self, script: str, pass_fds: Sequence[int]) -> None:
+        """Call the script at two of its steps as criu does: as its child, without descriptors."""
+        for action in ("pre-restore", "post-restore"):
+            code = f"import subprocess; exit(subprocess.run([{script!r}]).returncode)"
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env={**os.environ, "CRTOOLS_SCRIPT_ACTION": action},
+                pass_fds=pass_fds,
+                timeout=60,
+                check=False,
+            )
+            self.answers.append((action, done.returncode))
+            if done.returncode:
+                raise SnapshotError("snapshot.criu", f"criu ended after {action}")
 
 
 @pytest.fixture
@@ -186,6 +207,90 @@ def test_damage_is_found_first(store: Store, fake: FakeCriu, tmp_path: Path) -> 
     (store.path("one") / "shm.img").write_bytes(b"x" * 100)
     assert refusal(store).code == "snapshot.damaged"
     assert fake.calls == [] and not (FOLDER / RING).exists()
+
+
+def test_damaged_memory_never_runs(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    """criu reads it while it is verified, and ends what it has made."""
+    make(store, tmp_path)
+    pages = store.path("one") / "images" / "pages-1.img"
+    pages.write_bytes(b"p" * 4999 + b"x")
+    error = refusal(store)
+    assert (error.code, error.lines) == (
+        "snapshot.damaged",
+        (f"images/{pages.name} has other bytes",),
+    )
+    assert fake.answers == [("pre-restore", 0), ("post-restore", 1)]
+    assert fake.child is None and not (FOLDER / RING).exists()
+    assert {path.name for path in store.path("one").iterdir()} == {
+        *("images", "manifest.json", "shm.img"),
+    }
+
+
+def test_sound_memory_is_waited_for(
+    store: Store, fake: FakeCriu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(store, tmp_path)
+    verify, asked = Store.verify, []
+
+    def slow(*given: Any, among: Any = None, **named: Any) -> None:
+        while among is is_memory and ("pre-restore", 0) not in fake.answers:
+            time.sleep(0.01)
+        asked.append(len(fake.answers))
+        verify(*given, among=among, **named)
+
+    monkeypatch.setattr(Store, "verify", slow)
+    reader, writer = os.pipe()
+    restored = restore.restore(store, "one", writer, limits=LIMITS)
+    assert asked == [0, 1] and fake.answers == [("pre-restore", 0), ("post-restore", 0)]
+    assert fake.child
+    fake.child.communicate(b"x")
+    for descriptor in (restored.pidfd, reader, writer):
+        os.close(descriptor)
+
+
+def test_a_stop_ends_the_verifying(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    make(store, tmp_path)
+    done: list[int] = []
+
+    def stop(done_bytes: int, total_bytes: int) -> None:
+        done.append(done_bytes)
+        if done_bytes == 5000:  # the memory's
+            raise SnapshotError("snapshot.stopped", "a stop")
+
+    assert refusal(store, progress=stop).code == "snapshot.stopped"
+    assert 5000 in done and fake.child is None
+
+
+def test_nobody_waits_for_a_verdict_once_criu_has_failed(
+    store: Store, fake: FakeCriu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(store, tmp_path)
+    verify, left = Store.verify, []
+
+    def endless(*given: Any, among: Any = None, progress: Any = None, **named: Any) -> None:
+        while among is is_memory:
+            time.sleep(0.01)
+            try:
+                progress(0, 5000)
+            except SnapshotError as error:
+                left.append(error.code)
+                raise
+        verify(*given, among=among, **named)
+
+    monkeypatch.setattr(Store, "verify", endless)
+    fake.error = SnapshotError("snapshot.criu", "no such file")
+    error = refusal(store)
+    assert (error.code, error.detail) == ("snapshot.restore", "no such file")
+    assert left == ["snapshot.stopped"]
+    assert "verify" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_without_checksums_nobody_is_asked(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
+    make(store, tmp_path)
+    (store.path("one") / "images" / "pages-1.img").write_bytes(b"x" * 5000)
+    fake.error = SnapshotError("snapshot.criu", "as far as this")
+    assert refusal(store, checksums=False).detail == "as far as this"
+    assert "--action-script" not in fake.calls[0]
 
 
 def test_another_identity(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
