@@ -37,6 +37,20 @@ def wait_until(question: Callable[[], Any], limit_s: float, poll_s: float = 0.02
     return answer or None
 
 
+def touch_memory(share: float = 0.75) -> float:
+    """Use most of the free memory once, by a process for each core; return the seconds. A virtual
+    machine that was just started gets memory page by page as it is used, and is slow meanwhile."""
+    began = time.monotonic()
+    free_kib = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
+    count = os.cpu_count() or 1
+    size = int(free_kib * share / count) << 10
+    code = f"import mmap; mmap.mmap(-1, {size}, flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE)"
+    children = [subprocess.Popen([sys.executable, "-IS", "-c", code]) for _ in range(count)]
+    for child in children:
+        child.wait(120)
+    return time.monotonic() - began
+
+
 def prepare_tools(folder: Path, criu: Path | None) -> list[str]:
     """Given a folder, and one with criu (as `criu`, `plugins/cuda_plugin.so`), put programs there
     that are not on PATH; return what goes before PATH and PYTHONPATH: programs, entry points."""

@@ -20,9 +20,9 @@ from gpu_upstream import Upstream
 
 # How often each way to start is measured, by size: the slow ones less.
 COUNTS = {
-    "1gb": {"snapshot": 3, "ipc_cache": 1, "disk": 1},
-    "16gb": {"snapshot": 3, "ipc_cache": 3, "disk": 1},
-    "64gb": {"snapshot": 3, "ipc_cache": 1, "disk": 1},
+    "1gb": {"snapshot": 3, "kill": 2, "ipc_cache": 1, "disk": 1},
+    "16gb": {"snapshot": 3, "kill": 2, "ipc_cache": 3, "disk": 1},
+    "64gb": {"snapshot": 3, "kill": 2, "ipc_cache": 1, "disk": 1},
 }
 ONCE = ("first start", "live snapshot", "processes")
 # With the KV cache's size given vLLM measures no memory, which two engines would disturb.
@@ -135,6 +135,20 @@ def measure_snapshots(table: Table, job: Job, logs: Path) -> None:
     state = Path(job.stack.environment["WARMHOLD_STATE_DIR"])
     for path in state.glob("snapshots/*/*.log"):
         shutil.copy(path, logs / f"{size}-{path.name}")
+
+
+def measure_kills(table: Table, job: Job) -> None:
+    """The row of engines that were killed, and come back from their snapshot by themselves."""
+
+    def kill() -> dict[str, Any]:
+        starts, began = job.stack.status()["starts"], time.monotonic()
+        job.stack.kill_engine()
+        seconds = job.stack.wait_answer() - began
+        status = job.stack.wait_ready(starts + 1, 60)
+        equal = job.equal(job.stack.ask_all())
+        return {"first_token_s": round(seconds, 3), **describe(status), "equal": equal}
+
+    table.fill(f"{job.size} kill", COUNTS[job.size]["kill"], kill)
 
 
 def measure_cache(table: Table, job: Job) -> None:

@@ -5,9 +5,10 @@
 
 Each row is a size of random weights and a way to start; a value is the time to the first token over
 HTTP of the whole multi-process server: from `supervisorctl start engine` for ours (`runner_s`: from
-the engine's own start), from the process's start for vLLM alone. Caches are warm but in the first
-starts, which run at once. What OUT/restarts.json has is not measured again, so that a run that was
-cut off goes on. Sizes are done in the order given, each on its own GPU where there are several.
+the engine's own start), in the row of kills from a SIGKILL, from the process's start for vLLM
+alone. Caches are warm but in the first starts, which run at once. What OUT/restarts.json has is not
+measured again, so that a run that was cut off goes on. Sizes are done in the order given, each on
+its own GPU where there are several.
 """
 
 import argparse
@@ -16,10 +17,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_machine import MIB, PACKAGES, describe_machine, prepare_tools, used_mib
+from gpu_machine import MIB, PACKAGES, describe_machine, prepare_tools, touch_memory, used_mib
 from gpu_model import SHAPES
 from gpu_ours import (
     COUNTS,
@@ -29,6 +31,7 @@ from gpu_ours import (
     lacks_ours,
     measure_cache,
     measure_disk,
+    measure_kills,
     measure_snapshots,
 )
 from gpu_stack import Stack, build_environment
@@ -87,13 +90,11 @@ def measure_upstream(table: Table, job: Job, plugins: Path | None) -> None:
         engine.stop()
     table.fill(f"{size} upstream disk", counts["disk"], lambda: serve(False))
     engine.stop()
-    if plugins is not None and size == "1gb":
-
-        def snapshot() -> dict[str, Any]:
-            code, said = engine.snapshot(engine.log.parent / "snapshot", ENGINE, plugins)
-            return {"code": code, "said": said}
-
-        table.fill(f"{size} upstream snapshot", 1, snapshot)
+    if plugins is not None:
+        folder = engine.log.parent / "snapshot"
+        measure = partial(engine.snapshot, folder, ENGINE, plugins)
+        table.fill(f"{size} upstream snapshot", 1, measure)
+        engine.stop()
 
 
 def warm_upstream(table: Table, job: Job) -> None:
@@ -122,6 +123,7 @@ def main() -> None:
     tools = prepare_tools(given.folder / "tools", criu)
     machine = describe_machine(tools, criu)
     table.fill("machine", 1, lambda: machine)
+    table.say(f"memory touched in {touch_memory():.1f} s")
     plugins = criu and criu / "plugins"
     jobs = []
     for index, size in enumerate(given.sizes):
@@ -145,6 +147,7 @@ def main() -> None:
         running = [job for job in jobs if job.stack.is_running]
         for job in running:
             measure_snapshots(table, job, given.folder / "logs")
+            measure_kills(table, job)
         for measure in (measure_cache, measure_disk):
             for job in running:
                 measure(table, job)

@@ -100,10 +100,15 @@ class Stack:
         conf = str(self.run_dir / "supervisord.conf")
         command = [sys.executable, "-m", "supervisor.supervisorctl", "-c", conf, "start", "engine"]
         with subprocess.Popen(command, env=self.environment, stdout=subprocess.DEVNULL):
-            answered = wait_answer(self.port, self.model, 400, lambda: self.is_running)
-            if answered is None:
-                raise RuntimeError(f"no answer: {self.status()} {self.tail()}")
+            answered = self.wait_answer()
         return answered - began, self.wait_ready(starts, 60)
+
+    def wait_answer(self) -> float:
+        """Return when the first token came over HTTP (monotonic)."""
+        answered = wait_answer(self.port, self.model, 400, lambda: self.is_running)
+        if answered is None:
+            raise RuntimeError(f"no answer: {self.status()} {self.tail()}")
+        return answered
 
     def ask_all(self) -> list[Answer]:
         """The answers to all prompts."""

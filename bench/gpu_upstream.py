@@ -4,13 +4,13 @@ the weights of `vllm preload`, and `vllm snapshot create`."""
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from gpu_client import KEY, Answer, ask_all, wait_answer
 from gpu_machine import used_mib, wait_until
@@ -79,32 +79,46 @@ class Upstream:
             raise RuntimeError(f"not healthy: {self.tail()}")
         return time.monotonic() - began
 
-    def snapshot(self, folder: Path, arguments: list[str], plugins: Path) -> tuple[int, str]:
+    def snapshot(self, folder: Path, arguments: list[str], plugins: Path) -> dict[str, Any]:
         """Given a folder and vLLM's arguments, let vLLM make a snapshot of the model, which it
-        takes only as one of the hub with a revision; return its exit code and what it said last."""
-        hub = folder / "hub" / "models--bench--model"
+        takes only as one of the hub with a revision, and restore it. Return its exit code, what it
+        said last, and where it came so far, seconds: `create_s`, and `first_token_s` from the
+        restore's start to the first token over HTTP."""
+        hub, artifact = folder / "hub" / "models--bench--model", folder / "artifact"
         place = hub / "snapshots" / REVISION
         place.mkdir(parents=True)
         for path in Path(self.model).iterdir():
             (place / path.name).symlink_to(path)
         (hub / "refs").mkdir()
         (hub / "refs" / "main").write_text(REVISION)
-        command = [*VLLM, "snapshot", "create", "bench/model", "--revision", REVISION]
-        command += ["--snapshot-dir", str(folder / "artifact"), *arguments]
         more = {"HF_HUB_CACHE": str(folder / "hub"), "CRIU_CUDA_PLUGIN_DIR": str(plugins)}
-        done = subprocess.run(
-            command,
-            env={**self.environment, **more},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=240,
-            check=False,
-        )
-        shutil.rmtree(folder / "hub")
-        return done.returncode, "\n".join(done.stdout.splitlines()[-6:])
+        self.environment |= {**more, "UV_USE_IO_URING": "0"}  # rings cannot be dumped
+        command = [*VLLM, "snapshot", "create", "bench/model", "--revision", REVISION]
+        command += ["--snapshot-dir", str(artifact), *arguments]
+        began = time.monotonic()
+        with self.log.open("ab") as log:
+            since = log.tell()
+            done = subprocess.run(
+                command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=200,
+                check=False,
+            )
+        found: dict[str, Any] = {"code": done.returncode, "create_s": time.monotonic() - began}
+        if done.returncode == 0:
+            sizes = [path.stat().st_size for path in artifact.rglob("*") if path.is_file()]
+            found["artifact_bytes"] = sum(sizes)
+            began = time.monotonic()
+            restore = [*VLLM, "snapshot", "restore", str(artifact), "--port", str(self.port)]
+            process = self._spawn(restore)
+            answered = wait_answer(self.port, "bench/model", 100, lambda: process.poll() is None)
+            if answered is not None:
+                found["first_token_s"] = round(answered - began, 3)
+        found["said"] = self.log.read_bytes()[since:].decode(errors="replace").splitlines()[-6:]
+        return found
 
     def answers(self) -> list[Answer]:
         """The answers to all prompts."""
