@@ -64,7 +64,10 @@ def prepare_tools(folder: Path, criu: Path | None) -> list[str]:
         _write_program(programs / "criu", f'#!/bin/sh\nexec {criu.resolve()}/criu "$@"\n')
     source = (ROOT / "snapshot" / "warmhold_snapshot" / "cuda_checkpoint.py").read_text()
     body = source.partition("\n")[2]
-    _write_program(programs / "cuda-checkpoint", f"#!{sys.executable} -IS\n{body}")
+    _write_program(programs / "cuda-checkpoint.py", f"#!{sys.executable} -IS\n{body}")
+    client = ROOT / "snapshot" / "cuda_checkpoint.c"
+    program = programs / "cuda-checkpoint"
+    subprocess.run(["gcc", "-O2", "-o", str(program), str(client)], check=True, timeout=60)
     found = importlib.metadata.entry_points(group="vllm.general_plugins")
     if "warmhold" not in {point.name for point in found}:
         record = points / "warmhold-0.dist-info"

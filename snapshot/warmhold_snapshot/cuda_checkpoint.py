@@ -20,7 +20,10 @@ A driver that no process uses takes 0.3 s to wake up, in every call: also while 
 processes are all checkpointed. One that is awake takes 0.03 s to get to know a process, on each
 GPU. Whoever dumps or restores therefore holds it, and the holder does what the calls ask for: with
 WARMHOLD_CUDA_SOCKET in its environment it listens there, and calls with that go to it. Without an
-answer from there they do it themselves.
+answer from there they do it themselves. A question is a line with WARMHOLD_CUDA_PIDS ("-" where it
+is not set) and a line for each argument, an answer the exit code, a space and what is to be said.
+An image's `cuda-checkpoint` is `cuda_checkpoint.c`, which asks like that and has no interpreter to
+start; this file lies beside it as `cuda-checkpoint.py`.
 
 A process that has not mapped libcuda has no CUDA, and the driver is not asked for its thread. That
 libcuda is mapped proves little, as torch does so on import: WARMHOLD_CUDA_PIDS, where it is set,
@@ -52,9 +55,11 @@ _ACTIONS = {
 # Seconds. A checkpoint copies what is on the GPU at 10 GB/s or more: 140 GB fit.
 _LIMITS_S = {"lock": 10.0, "checkpoint": 120.0, "restore": 120.0}
 _LIMIT_S = 10.0
+_PATIENCE_S = 150.0  # with the holder, whose own limits are shorter
 _GRACE_S = 5.0  # so that the driver's own limit of a lock comes first
 _REFUSED, _UNABLE, _TIMED_OUT = 1, 2, 124
 _MESSAGE_BYTES, _BACKLOG = 1 << 12, 16
+_UNKNOWN = "-"  # in the place of who uses a GPU
 USAGE = """usage: cuda-checkpoint --get-state --pid PID
        cuda-checkpoint --get-restore-tid --pid PID
        cuda-checkpoint --action lock|checkpoint|restore|unlock --pid PID [--timeout MS]
@@ -151,24 +156,31 @@ class Driver:
         return f"{found.value // 1000}.{found.value % 1000 // 10}"
 
 
-def run(act: str, pid: int, limit_s: float) -> str:
-    """Given what to do, do it and return what to print; raise CheckpointError."""
-    users = os.environ.get(USERS)
-    if act == "tid" and users is not None and str(pid) not in users.split(","):
+def answer(argv: Sequence[str], users: str, driver: Driver | None = None) -> tuple[int, str]:
+    """Given the arguments, who uses a GPU ("-": nobody knows) and the driver where it is held, do
+    it; return the exit code and what to print."""
+    try:
+        act, pid, limit_s = parse(argv)
+        if act == "tid":
+            require_user(pid, users)
+        grace_s = _GRACE_S if act == "lock" else 0.0
+        return 0, within(limit_s + grace_s, lambda: perform(driver, act, pid, limit_s))
+    except CheckpointError as error:
+        return error.code, str(error)
+
+
+def require_user(pid: int, users: str) -> None:
+    """Given a PID and who uses a GPU, raise CheckpointError where that process has no CUDA."""
+    if users != _UNKNOWN and str(pid) not in users.split(","):
         raise CheckpointError(_REFUSED, f"process {pid} uses no GPU")
-    if act == "tid" and lacks_library(pid):
+    if lacks_library(pid):
         raise CheckpointError(_REFUSED, f"process {pid} has not mapped libcuda")
-    told = ask_holder(act, pid, limit_s)
-    if told is None:
-        return perform(Driver(), act, pid, limit_s)
-    code, text = told
-    if code:
-        raise CheckpointError(code, text)
-    return text
 
 
-def perform(driver: Driver, act: str, pid: int, limit_s: float) -> str:
-    """Given the driver and what to do, do it and return what to print; raise CheckpointError."""
+def perform(driver: Driver | None, act: str, pid: int, limit_s: float) -> str:
+    """Given the driver, or none yet, and what to do, do it and return what to print; raise
+    CheckpointError."""
+    driver = driver or Driver()
     if act == "state":
         return driver.state(pid)
     if act == "tid":
@@ -176,23 +188,33 @@ def perform(driver: Driver, act: str, pid: int, limit_s: float) -> str:
     return driver.act(act, pid, limit_s)
 
 
-def ask_holder(act: str, pid: int, limit_s: float) -> tuple[int, str] | None:
-    """Given what to do, let the holder do it; return the exit code with what to print, None where
-    there is no holder that answers. The caller bounds the time."""
+def ask_holder(argv: Sequence[str], users: str) -> tuple[int, str] | None:
+    """Given the arguments and who uses a GPU, let the holder do it; return the exit code and what
+    to print, None where there is no holder that answers."""
     path = os.environ.get(SOCKET)
     if not path:
         return None
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    connection.settimeout(_PATIENCE_S)
     try:
         connection.connect(path)
-        connection.send(f"{act} {pid} {limit_s}".encode())
-        answer = connection.recv(_MESSAGE_BYTES).decode()
+        connection.send("\n".join([users, *argv]).encode())
+        connection.shutdown(_socket.SHUT_WR)
+        said = receive(connection)
     except OSError:
         return None
     finally:
         connection.close()
-    code, found, text = answer.partition(" ")
+    code, found, text = said.partition(" ")
     return (int(code), text) if found else None
+
+
+def receive(connection: _socket.socket) -> str:
+    """Given a connection, return all that comes over it."""
+    said = b""
+    while part := connection.recv(_MESSAGE_BYTES):
+        said += part
+    return said.decode()
 
 
 def hold() -> int:
@@ -216,12 +238,9 @@ def serve(listener: _socket.socket, driver: Driver) -> None:
         fd, _ = listener._accept()  # type: ignore[attr-defined]
         connection = _socket.socket(fileno=fd)
         try:
-            act, pid, limit_s = connection.recv(_MESSAGE_BYTES).decode().split()
-            try:
-                answer = f"0 {perform(driver, act, int(pid), float(limit_s))}"
-            except CheckpointError as error:
-                answer = f"{error.code} {error}"
-            connection.send(answer.encode())
+            users, *argv = receive(connection).split("\n")
+            code, text = answer(argv, users, driver)
+            connection.send(f"{code} {text}".encode())
         except (OSError, ValueError):
             pass  # who asked has gone, or does it itself
         finally:
@@ -267,17 +286,16 @@ def main(argv: Sequence[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         sys.stdout.write(USAGE)
         return 0
-    try:
-        if list(argv) == ["--hold"]:
+    if list(argv) == ["--hold"]:
+        try:
             return hold()
-        act, pid, limit_s = parse(argv)
-        grace_s = _GRACE_S if act == "lock" else 0.0
-        text = within(limit_s + grace_s, lambda: run(act, pid, limit_s))
-    except CheckpointError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.code
-    sys.stdout.write(f"{text}\n" if text else "")
-    return 0
+        except CheckpointError as error:
+            code, text = error.code, str(error)
+    else:
+        users = os.environ.get(USERS, _UNKNOWN)
+        code, text = ask_holder(argv, users) or answer(argv, users)
+    (sys.stderr if code else sys.stdout).write(f"{text}\n" if text else "")
+    return code
 
 
 if __name__ == "__main__":

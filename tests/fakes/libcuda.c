@@ -22,6 +22,7 @@ typedef struct { Location where; int rights; } Access;
 static struct { uint64_t address; size_t size; int mapped; } ranges[MAX];
 static int handles_open, made, ready, contexts[8];
 static _Thread_local int current;
+static size_t stack = 1024;
 
 static const char *fault(const char *name) { return getenv(name); }
 static int range(uint64_t address, size_t size) {
@@ -49,6 +50,12 @@ int cuDeviceTotalMem_v2(size_t *size, int device) { *size = (size_t)141 << 30; r
 int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 9 : 0; return device < devices() ? 0 : INVALID; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &contexts[device]; return fault("FAKE_CUDA_NO_CONTEXT") ? OUT_OF_MEMORY : 0; }
 int cuCtxSetCurrent(void *context) { current = context == &contexts[0]; return 0; }
+int cuCtxGetLimit(size_t *size, int which) { *size = stack; return !current ? 201 : which ? INVALID : 0; }
+int cuCtxSetLimit(int which, size_t size) {
+    if (!current || which) return current ? INVALID : 201;
+    stack = size;
+    return 0;
+}
 int cuCtxSynchronize(void) { return current ? 0 : 201; }
 int cuGetErrorName(int result, const char **name) {
     *name = result == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : result == NOT_INITIALIZED ? "CUDA_ERROR_NOT_INITIALIZED"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program `cuda-checkpoint` as CRIU's plug-in runs it, over a driver without a GPU."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from warmhold_snapshot.cuda_checkpoint import CheckpointError, parse
 PLUGIN_BUFFER = 127
 NOBODY = "4194305"  # above all PIDs: its maps cannot be read, so that the driver is asked
 _VARIABLES = {"PIDS": cuda_checkpoint.USERS, "SOCKET": cuda_checkpoint.SOCKET}
+_STARTED: dict[str, list[str]] = {}
 Done = subprocess.CompletedProcess[str]
 Run = Callable[..., Done]
 
@@ -23,6 +25,28 @@ Run = Callable[..., Done]
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_fake_cuda(tmp_path_factory.mktemp("cuda")).parent
+
+
+@pytest.fixture(scope="module", params=["image", "alone"])
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """How it is started: as an image has it, and without the part that is no Python."""
+    source = Path(cuda_checkpoint.__file__)
+    if request.param == "alone":
+        return [sys.executable, "-IS", str(source)]
+    folder = tmp_path_factory.mktemp("bin")
+    built, beside = folder / "cuda-checkpoint", folder / "cuda-checkpoint.py"
+    strict = ["-Wall", "-Wextra", "-Werror", "-O2"]
+    client = source.parents[1] / "cuda_checkpoint.c"
+    subprocess.run(["gcc", *strict, "-o", str(built), str(client)], check=True, timeout=60)
+    body = source.read_text().partition("\n")[2]
+    beside.write_text(f"#!{sys.executable} -IS\n{body}")
+    beside.chmod(0o755)
+    return [str(built)]
+
+
+@pytest.fixture(autouse=True)
+def started(program: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_STARTED, "program", program)
 
 
 @pytest.fixture
@@ -36,7 +60,7 @@ def state(tmp_path: Path) -> Iterator[Path]:
 def call(library: Path, state: Path, *arguments: str, **environment: str) -> Done:
     """Run it as its first line says; both outputs are one, as the plug-in reads them."""
     return subprocess.run(
-        [sys.executable, "-IS", cuda_checkpoint.__file__, *arguments],
+        [*_STARTED["program"], *arguments],
         env={
             "LD_LIBRARY_PATH": str(library),
             "FAKE_CUDA_STATE": str(state),
@@ -103,7 +127,7 @@ def test_who_uses_no_gpu_is_left_out(library: Path, state: Path) -> None:
 @contextmanager
 def holding(library: Path, state: Path, socket: Path) -> Iterator["subprocess.Popen[bytes]"]:
     with subprocess.Popen(
-        [sys.executable, "-IS", cuda_checkpoint.__file__, "--hold"],
+        [*_STARTED["program"], "--hold"],
         env={
             "LD_LIBRARY_PATH": str(library),
             "FAKE_CUDA_STATE": str(state),
@@ -136,6 +160,12 @@ def test_the_holder_does_what_calls_ask_for(library: Path, state: Path, tmp_path
     with holding(library, state, socket):
         assert ask("--get-state", "--pid", "42") == (0, "running\n")
         assert ask("--get-restore-tid", "--pid", NOBODY) == (0, f"{int(NOBODY) + 7}\n")
+        assert ask("--get-state", "--pid", "x") == (2, "--pid needs a number, not 'x'\n")
+        done = call(
+            *(tmp_path, state, "--get-restore-tid", "--pid", NOBODY),
+            **{"PIDS": "42", "SOCKET": str(socket)},
+        )
+        assert (done.returncode, done.stdout) == (1, f"process {NOBODY} uses no GPU\n")
         for action, after in (
             ("lock", "1"),
             ("checkpoint", "2"),
@@ -149,6 +179,31 @@ def test_the_holder_does_what_calls_ask_for(library: Path, state: Path, tmp_path
     code, said = ask("--get-state", "--pid", "42")
     assert (code, said.startswith("no NVIDIA driver here")) == (2, True)
     assert call(library, state, "--get-state", "--pid", "42", SOCKET=str(socket)).returncode == 0
+
+
+def test_an_image_s_program_starts_no_interpreter(
+    program: list[str], library: Path, state: Path, tmp_path: Path
+) -> None:
+    if len(program) > 1:
+        pytest.skip("it is the interpreter's")
+    alone, socket = tmp_path / "cuda-checkpoint", tmp_path / "socket"
+    shutil.copy(program[0], alone)
+
+    def ask() -> Done:
+        return subprocess.run(
+            [str(alone), "--get-state", "--pid", "42"],
+            env={cuda_checkpoint.SOCKET: str(socket)},
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+
+    with holding(library, state, socket):
+        done = ask()
+    assert (done.returncode, done.stdout) == (0, "running\n")
+    done = ask()
+    assert (done.returncode, "cuda-checkpoint.py" in done.stderr) == (2, True)
 
 
 def test_help_is_what_the_plugin_looks_for(library: Path, tmp_path: Path) -> None:

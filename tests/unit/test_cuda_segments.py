@@ -162,6 +162,13 @@ def test_a_wrong_size_is_refused(memory: CudaSegments, size: int) -> None:
     memory.unmap(address, SIZE)
 
 
+def test_the_stack_of_the_device_s_threads(memory: CudaSegments) -> None:
+    assert memory.exchange_stack_limit(0) == 1024
+    with ThreadPoolExecutor(1) as pool:  # one that has no context yet
+        assert pool.submit(memory.exchange_stack_limit, 6000).result() == 0
+    assert memory.exchange_stack_limit(1024) == 6000
+
+
 def test_a_descriptor_that_is_none(memory: CudaSegments) -> None:
     with pytest.raises(CudaError, match="cuMemImportFromShareableHandle"):
         memory.map(-1, SIZE)

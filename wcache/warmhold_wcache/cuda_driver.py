@@ -40,6 +40,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxSetCurrent": (c_void_p,),
     "cuCtxSynchronize": (),
+    "cuCtxGetLimit": (POINTER(c_size_t), c_int),
+    "cuCtxSetLimit": (c_int, c_size_t),
     "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProperties), c_int),
     "cuMemCreate": (
         *(POINTER(c_ulonglong), c_size_t, POINTER(AllocationProperties)),

@@ -14,6 +14,7 @@ from .cuda_driver import Access, AllocationProperties, CudaError, Driver, Locati
 _DEVICE, _PINNED, _POSIX_FD = 1, 1, 1  # CUmemLocationType, CUmemAllocationType, ...HandleType
 _MINIMUM = 0  # CUmemAllocationGranularity_flags
 READ, READ_WRITE = 1, 3  # CUmemAccess_flags
+_STACK = 0  # CUlimit
 _REFUSALS = (1, 801)  # CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_NOT_SUPPORTED
 
 
@@ -107,6 +108,19 @@ class CudaSegments:
         thread may call it. The last bytes are on their way until the mapping is taken away."""
         self._call("cuCtxSetCurrent", self._context)
         self._call("cuMemcpyHtoD_v2", address, _host(block), len(block))
+
+    def exchange_stack_limit(self, size_bytes: int) -> int:
+        """Given the bytes of stack that each of the device's threads is to have, set that and
+        return what it was; nothing may run meanwhile.
+
+        For a kernel that needs more the driver makes it more, for all threads that the device can
+        run at once, and keeps it so: 1.3 GB for 6 kB each, on an H200.
+        """
+        before = c_size_t()
+        self._wait()
+        self._call("cuCtxGetLimit", byref(before), _STACK)
+        self._call("cuCtxSetLimit", _STACK, size_bytes)
+        return before.value
 
     def _map(self, handle: c_ulonglong, size_bytes: int, address: int | None, rights: int) -> int:
         with ExitStack() as undo:

@@ -2,11 +2,12 @@
 """Sleep mode `warmhold`: weights that lie in the vault are unmapped, and copied nowhere.
 
 Everything else is upstream's: the KV cache is discarded, runtime state goes to the host (without
-its zeros, see `sparse`), graphs and communicators stay. A model that is not in segments sleeps as
-with upstream's own backend. The vault's copy stays on the GPU, so that a sleep frees the KV cache
-there and not the weights.
+its zeros, see `sparse`), graphs and communicators stay. The stacks of the GPU's threads are given
+back too. A model that is not in segments sleeps as with upstream's own backend. The vault's copy
+stays on the GPU, so that a sleep frees the KV cache there and not the weights.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from vllm.device_allocator import get_mem_allocator_instance
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 from vllm.platforms import current_platform
 
+from warmhold_wcache.cuda_driver import CudaError
 from warmhold_wcache.vllm_plugin import residency
-from warmhold_wcache.vllm_plugin.memory import find_memory
+from warmhold_wcache.vllm_plugin.cuda_memory import CudaMemory
 from warmhold_wcache.vllm_plugin.sparse import SparseCopies
 
 NAME = "warmhold"
@@ -27,9 +29,9 @@ class WarmholdSleepBackend(CuMemBackend):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        memory = find_memory(torch.device("cuda"))
-        assert memory is not None, "is_supported says on which platform"
-        self._sparse = SparseCopies(memory.view)
+        self._memory = CudaMemory(torch.cuda.current_device())
+        self._sparse = SparseCopies(self._memory.view)
+        self._stack_bytes: int | None = None  # while it sleeps, what each of the GPU's threads had
 
     def suspend(self, level: int = 1) -> None:
         """Unmap the weights, at every level, and free what upstream frees at this one. Raise
@@ -40,10 +42,16 @@ class WarmholdSleepBackend(CuMemBackend):  # type: ignore[misc]
         torch.cuda.synchronize()
         self._sparse.keep(_allocations(), (*_COPIED, "weights") if level == 1 else _COPIED)
         super().suspend(level)
+        if self._stack_bytes is None:
+            with suppress(CudaError):  # a driver that does not say is slower, no more
+                self._stack_bytes = self._memory.exchange_stack_limit(0)
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Map the weights where they were, if asked for; raise WcacheError where the vault has them
         no more. Then what upstream brings back."""
+        if self._stack_bytes is not None:
+            self._memory.exchange_stack_limit(self._stack_bytes)
+            self._stack_bytes = None
         if tags is None or "weights" in tags:
             for resident in residency.RESIDENT:
                 resident.resume()
