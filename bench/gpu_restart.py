@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/wh"))
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--upstream", default="", help="sizes whose upstream rows are wanted too")
+    parser.add_argument("--skip", default="", help="of ours: ipc_cache, disk")
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds; see Table")
     given = parser.parse_args()
     sys.path[:0] = PACKAGES
@@ -148,8 +149,8 @@ def main() -> None:
         for job in running:
             measure_snapshots(table, job, given.folder / "logs")
             measure_kills(table, job)
-        for measure in (measure_cache, measure_disk):
-            for job in running:
+        for name, measure in (("ipc_cache", measure_cache), ("disk", measure_disk)):
+            for job in running if name not in given.skip else ():
                 measure(table, job)
         for job in running:
             job.stack.stop()

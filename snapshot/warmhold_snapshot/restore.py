@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -66,14 +66,16 @@ def restore(
     plugins: Path | None = None,
     limits: Limits = Limits(),
     progress: Progress | None = None,
+    ready: Callable[[], None] | None = None,
 ) -> Restored:
     """Given a store, a name, and the write end of a pipe that takes the place of the old stdout
     (and stderr, which gets its own where it had one), restore the artifact.
 
     With `identity` every field must be equal; without it the caller has compared. With `checksums`
     every byte is verified before a process runs, else names and sizes. `plugins` is the folder of
-    criu's plug-ins for an engine on a GPU. Raise SnapshotError; no process, file or socket of the
-    attempt is left then, and with the processes their memory on the GPU has gone.
+    criu's plug-ins for an engine on a GPU. `ready` is called in another thread, and no process runs
+    before it has returned; what it raises ends the restore. Raise SnapshotError; no process, file
+    or socket of the attempt is left then, and with the processes their memory on the GPU has gone.
     """
     clock = Clock()
     _require_subreaper()
@@ -91,9 +93,9 @@ def restore(
             among = _is_parsed if beside else None
             store.verify(manifest, checksums, progress, among=among)
         verdict = None
-        if beside:
-            verify = partial(store.verify, manifest, True, among=is_memory)
-            verdict = held.enter_context(judging(folder, verify, progress))
+        if beside or ready:
+            verify = partial(store.verify, manifest, beside, among=is_memory)
+            verdict = held.enter_context(judging(folder, verify, progress, ready))
         with clock.step("collisions"):
             _require_free(manifest, limits.free_s)
             _require_files(manifest)

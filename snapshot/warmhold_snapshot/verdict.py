@@ -3,7 +3,7 @@
 
 What criu parses is verified before it starts. When all memory is in its place, and no process runs
 yet, criu calls a script, which waits for the verdict. Without a good one criu ends what it has
-made.
+made. What else has to be so by then can be waited for in the same way.
 """
 
 import os
@@ -23,10 +23,15 @@ class Verdict:
     """Verifies in a thread of its own. criu inherits `fd`, and calls `script`. `error` is what was
     against it, None as long as nothing is."""
 
-    def __init__(self, verify: Callable[..., None], progress: Progress | None) -> None:
+    def __init__(
+        self,
+        verify: Callable[..., None],
+        progress: Progress | None,
+        ready: Callable[[], None] | None,
+    ) -> None:
         self.fd, self._writer = os.pipe()
         self.script: Path | None = None
-        self._verify, self._progress = verify, progress
+        self._verify, self._progress, self._ready = verify, progress, ready
         self._given_up = False
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._judge, name="verify", daemon=True)
@@ -46,6 +51,8 @@ class Verdict:
 
     def _judge(self) -> None:
         try:
+            if self._ready is not None:
+                self._ready()
             self._verify(progress=self._go_on)
             os.write(self._writer, f"{_SOUND}\n".encode())
         except BaseException as error:
@@ -62,11 +69,14 @@ class Verdict:
 
 @contextmanager
 def judging(
-    folder: Path, verify: Callable[..., None], progress: Progress | None
+    folder: Path,
+    verify: Callable[..., None],
+    progress: Progress | None,
+    ready: Callable[[], None] | None = None,
 ) -> Iterator[Verdict]:
-    """Given the artifact's folder, what verifies, and who follows that, let it begin; it has ended
-    afterwards."""
-    verdict = Verdict(verify, progress)
+    """Given the artifact's folder, what verifies, who follows that, and what is to be waited for
+    first, let it begin; it has ended afterwards."""
+    verdict = Verdict(verify, progress, ready)
     # A script has no descriptor but its first three; criu, its parent, has this one.
     command = f'read -r verdict < /proc/$PPID/fd/{verdict.fd} && [ "$verdict" = {_SOUND} ]'
     try:

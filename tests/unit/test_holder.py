@@ -252,6 +252,8 @@ def test_the_vaults_engine_waits_for_memory_alone(ground: Ground, wanted: Settin
     assert ground.acts == [{"u0": 100}]
     ground.acts.clear()
     assert ground.work.prepare(wanted, make_plan(backend="vault", memory=Need({})), IPC) is None
+    back = Attempt("snapshot", (), "one")  # waits while it works
+    assert ground.work.prepare(wanted, make_plan(backend="vault"), back) is None
     assert ground.acts == []
 
 

@@ -8,10 +8,12 @@ import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from vault_process import SIZE, close_all, make_generation, running_vault
+from warmhold_entrypoint.gpus.gpu_memory import Need
 from warmhold_entrypoint.running.adopted import AdoptedChild
 from warmhold_entrypoint.running.loop import Loop
 from warmhold_entrypoint.snapshot_mode import restored
@@ -108,13 +110,20 @@ def test_a_stop_ends_the_reading_of_a_flat_file(tmp_path: Path, flat: bool, code
 def test_criu_gets_its_plugins_for_an_engine_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
 ) -> None:
-    given: dict[str, object] = {}
+    given: dict[str, Any] = {}
 
     def refuse(*_: object, **named: object) -> None:
         given.update(named)
+        if on_gpu:
+            given["ready"]()
         raise SnapshotError("snapshot.restore", "no", "")
 
+    def lack(need: Need, limit_s: float, stop: threading.Event) -> str:
+        assert (dict(need.by_uuid), limit_s, stop.is_set()) == ({"u1": 7}, 9.0, False)
+        return "GPU u1 lacks 3 MiB"
+
     monkeypatch.setattr(restored, "restore", refuse)
+    monkeypatch.setattr(restored, "wait_for_memory", lack)
     monkeypatch.setattr(restored.pids, "raise_cursor", lambda above: above)
     store = Store(tmp_path / "snapshots")
     manifest = make_manifest("")
@@ -123,12 +132,16 @@ def test_criu_gets_its_plugins_for_an_engine_on_a_gpu(
         store.publish(draft, msgspec.structs.replace(manifest, identity=identity, weights={}))
     ended = threading.Event()
     plugins = Path("/plug")
-    wish = Wish(store.folder, "one", tmp_path / "c", tmp_path / "v", True, True, plugins)
+    sockets = (tmp_path / "c", tmp_path / "v")
+    wish = Wish(store.folder, "one", *sockets, True, True, plugins, Need({"u1": 7}), 9.0)
     restoration = Restoration(wish, ended.set)
     assert ended.wait(PATIENCE_S)
     assert restoration.error and restoration.error.code == "snapshot.restore"
     assert given["plugins"] == (plugins if on_gpu else None)
-    assert given["limits"].criu_s == (120.0 if on_gpu else 60.0)  # type: ignore[attr-defined]
+    assert given["limits"].criu_s == (129.0 if on_gpu else 60.0)
+    assert (given["ready"] is None) != on_gpu
+    told = "no (gpu.memory: GPU u1 lacks 3 MiB)" if on_gpu else "no"
+    assert restoration.error.detail == told
     os.close(restoration.reader)
 
 

@@ -293,6 +293,32 @@ def test_without_checksums_nobody_is_asked(store: Store, fake: FakeCriu, tmp_pat
     assert "--action-script" not in fake.calls[0]
 
 
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("compress", [False, True])
+def test_what_has_to_be_ready_is_waited_for_before_anything_runs(
+    store: Store, fake: FakeCriu, tmp_path: Path, compress: bool, checksums: bool
+) -> None:
+    make(store, tmp_path, compress)
+
+    def refuse() -> None:
+        while not fake.answers:  # criu is at work
+            time.sleep(0.01)
+        raise SnapshotError("snapshot.stopped", "never")
+
+    error = refusal(store, ready=refuse, checksums=checksums)
+    assert (error.code, error.detail) == ("snapshot.stopped", "never")
+    assert fake.answers == [("pre-restore", 0), ("post-restore", 1)] and fake.child is None
+    reader, writer = os.pipe()
+    asked: list[int] = []
+    restored = restore.restore(
+        store, "one", writer, limits=LIMITS, checksums=checksums, ready=lambda: asked.append(1)
+    )
+    assert asked == [1] and fake.child
+    fake.child.communicate(b"x")
+    for descriptor in (restored.pidfd, reader, writer):
+        os.close(descriptor)
+
+
 def test_another_identity(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
     make(store, tmp_path)
     assert refusal(store, identity={"kernel": "l"}).code == "snapshot.identity-mismatch"

@@ -39,8 +39,8 @@ class Groundwork:
         """Given what will be started, see to all that it needs; return why that cannot be had. A
         stop that is asked for ends it early."""
         self.shortage, self._held = "", None
-        if plan.backend != "vllm" and not plan.memory.by_uuid:
-            return None
+        if plan.backend != "vllm" and (attempt.snapshot or not plan.memory.by_uuid):
+            return None  # a restore waits for memory beside its work
         try:
             run_beside(self._loop, lambda stop: self._prepare(settings, plan, attempt, stop))
         except HolderError as error:

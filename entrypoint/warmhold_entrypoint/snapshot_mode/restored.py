@@ -23,6 +23,7 @@ from warmhold_wcache.control_client import ControlError
 
 from ..container.conf import CONTROL_SOCKET, VAULT_SOCKET
 from ..errors import Rejection
+from ..gpus.gpu_memory import CODE, Need, wait_for_memory
 from ..gpus.gpu_snapshots import find_plugins
 from ..log import Log
 from ..running import tree
@@ -49,7 +50,9 @@ _AGAIN_S = 0.2
 _NEAR = 200
 _VAULT_S = 5.0
 _VAULT_POLL_S = 0.05
-_GPU_LIMITS = Limits(criu_s=120.0)  # a driver that has no other user wakes the GPU up first
+_GPU_S = 120.0  # a driver that has no other user wakes the GPU up first
+
+_NOTHING = Need({})
 
 _log = Log("snapshot")
 
@@ -59,7 +62,7 @@ class Wish:
     """What is to be restored: the artifact `name` in `folder`, whose engine has the `control`
     socket and whose weights the `vault` socket hands out, with `flat` out of flat files where it
     does not hold them; every byte is verified with `checksums`. `plugins` is the folder of criu's
-    plug-ins."""
+    plug-ins. `memory` has to be free on GPUs, and is waited for `memory_s` seconds."""
 
     folder: Path
     name: str
@@ -68,10 +71,13 @@ class Wish:
     checksums: bool
     flat: bool
     plugins: Path | None = None
+    memory: Need = _NOTHING
+    memory_s: float = 0.0
 
 
-def build_wish(settings: Settings, name: str) -> Wish:
-    """Given settings and an artifact's name, return what is to be restored."""
+def build_wish(settings: Settings, name: str, memory: Need = _NOTHING) -> Wish:
+    """Given settings, an artifact's name and what its engine needs on GPUs, return what is to be
+    restored."""
     env = settings.env
     return Wish(
         folder=env.state_dir / FOLDER,
@@ -81,6 +87,8 @@ def build_wish(settings: Settings, name: str) -> Wish:
         checksums=env.snapshot_verify == "always",
         flat=env.snapshot_weights == "flat",
         plugins=find_plugins(settings),
+        memory=memory,
+        memory_s=env.gpu_wait_s,
     )
 
 
@@ -97,7 +105,8 @@ class Restoration:
         self.weights: dict[str, object] | None = None  # none of the vault's are mapped
         self._wish = wish
         self._wake = wake
-        self._stopped = False
+        self._stop = threading.Event()
+        self._shortage = ""
         self._published: list[str] = []
         self._began = self._last = time.monotonic()
         self._seconds: dict[str, float] = {}
@@ -110,7 +119,7 @@ class Restoration:
         give_up_at: float | None = None
         while not self.done:
             if loop.stop_asked:
-                self._stopped = True
+                self._stop.set()
                 give_up_at = give_up_at or time.monotonic() + _STOP_S
                 if time.monotonic() > give_up_at:
                     tree.kill_below(os.getpid(), _STOP_S)  # criu, and what it has made
@@ -137,6 +146,9 @@ class Restoration:
             self._restore()
         except SnapshotError as error:
             self.error = error
+            if self._shortage:
+                detail = f"{error.detail} ({CODE}: {self._shortage})"
+                self.error = SnapshotError(error.code, detail, error.remedy, error.lines)
         except ControlError as error:
             code = "snapshot.canary"
             if self.current == "weights":
@@ -156,6 +168,7 @@ class Restoration:
         absent = _find_absent(split_generations(store.read(wish.name)), wish)
         self._close("vault", "flat" if absent else "image")
         if absent:
+            self._wait_for_memory()
             for generation_id in absent:
                 count = publish_flat(store, generation_id, wish.vault, self._go_on)
                 self._published.append(generation_id)
@@ -170,8 +183,9 @@ class Restoration:
             self._writer,
             checksums=wish.checksums,
             plugins=wish.plugins if on_gpu else None,
-            limits=_GPU_LIMITS if on_gpu else Limits(),
+            limits=Limits(criu_s=_GPU_S + wish.memory_s) if on_gpu else Limits(),
             progress=self._go_on,
+            ready=self._wait_for_memory if on_gpu and not absent else None,
         )
         self.process = AdoptedChild(restored.pid, restored.pidfd)
         self._close("image", "weights")
@@ -186,6 +200,13 @@ class Restoration:
         engine.resume()
         clear_mark(store.path(wish.name))
         self._close("canary", "first_token")
+
+    def _wait_for_memory(self) -> None:
+        wish = self._wish
+        if wish.memory.by_uuid:
+            self._shortage = wait_for_memory(wish.memory, wish.memory_s, self._stop)
+            if self._shortage and not self._stop.is_set():
+                _log.warning("too little GPU memory is free", code=CODE, detail=self._shortage)
 
     def _tell_weights(self, found: Mapping[str, int]) -> None:
         if not found:
@@ -203,7 +224,7 @@ class Restoration:
         }
 
     def _go_on(self, done_bytes: int, total_bytes: int) -> None:
-        if self._stopped:
+        if self._stop.is_set():
             raise SnapshotError("snapshot.stopped", "it was interrupted by a stop", "none")
 
     def _split_image(self, phases: Mapping[str, float]) -> None:

@@ -98,13 +98,14 @@ class UpstreamRestoration(Restoration):
     def __init__(self, settings: Settings, plan: Plan, name: str, loop: Loop) -> None:
         self._settings = settings
         self._plan = plan
-        super().__init__(build_wish(settings, name), loop.wake)
+        super().__init__(build_wish(settings, name, plan.memory), loop.wake)
 
     def _restore(self) -> None:
         settings, name = self._settings, self._wish.name
         folder = find_folder(self._wish.folder)
         artifact, processes = find_artifact(folder, name), read_manifest(folder, name).process_tree
         _give_weights_up(settings)
+        self._wait_for_memory()
         self._close("vault", "image")
         pass_by({*processes})
         argv = build_restore_argv(settings, artifact)
@@ -112,7 +113,7 @@ class UpstreamRestoration(Restoration):
         _log.info("the engine's log goes on in its snapshot", path=artifact / CHILD_LOG)
         try:
             with locked(artifact, TOGETHER, "the snapshot is being removed"):
-                run_command(argv, environment, limit_s, lambda: self._stopped)
+                run_command(argv, environment, limit_s, self._stop.is_set)
             self.process = _adopt(processes[0])
         except SnapshotError:
             _end_all()  # upstream has, mostly
@@ -125,7 +126,7 @@ def begin_restore(settings: Settings, plan: Plan, name: str, loop: Loop) -> Rest
     upstream's; the loop is woken at its end."""
     if is_upstreams(name):
         return UpstreamRestoration(settings, plan, name, loop)
-    return Restoration(build_wish(settings, name), loop.wake)
+    return Restoration(build_wish(settings, name, plan.memory), loop.wake)
 
 
 def run_command(
