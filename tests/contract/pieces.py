@@ -37,7 +37,7 @@ from warmhold_wcache.vllm_plugin.cuda_memory import CudaMemory
 from warmhold_wcache.vllm_plugin.host_memory import HostMemory
 from warmhold_wcache.vllm_plugin.memory import Memory, find_memory
 from warmhold_wcache.vllm_plugin.model_state import StructureError
-from warmhold_wcache.vllm_plugin.sparse import CHUNK_BYTES, TAG, SparseCopies, find_runs
+from warmhold_wcache.vllm_plugin.sparse import PAGE_BYTES, TAG, SparseCopies
 
 MIB = 1 << 20
 
@@ -350,12 +350,13 @@ def check_what_the_vault_lacks_stays_mapped() -> None:
 
 
 def check_what_is_mostly_zeros_sleeps_without_them() -> None:
-    size = 16 * CHUNK_BYTES
+    size = 2 * MIB  # a segment's least
+    count = size // PAGE_BYTES
     used = {
         "zeros": [],
-        "few": [0, 7 * CHUNK_BYTES - 1, size - 1],  # the first, one chunk's end, the last
-        "half": [at * CHUNK_BYTES for at in range(0, 16, 2)],
-        "most": [at * CHUNK_BYTES for at in range(9)],
+        "few": [0, 8 * PAGE_BYTES - 1, size - 1],  # the first byte, one page's last, the very last
+        "half": [at * PAGE_BYTES + at % 8 for at in range(0, count, 2)],
+        "most": [at * PAGE_BYTES for at in range(count // 2 + 1)],
     }
     pool = {}
     for name, places in used.items():
@@ -364,13 +365,16 @@ def check_what_is_mostly_zeros_sleeps_without_them() -> None:
         pool[address] = SimpleNamespace(tag="runtime", is_asleep=False, handle=(0, size), name=name)
     _, other = memory.allocate(size, "other")  # not to be copied at all
     pool[other] = SimpleNamespace(tag="kv_cache", is_asleep=False, handle=(0, size), name="other")
-    before = {address: memory.view(address, size).clone() for address in pool}
+    odd = -1  # never looked at
+    pool[odd] = SimpleNamespace(tag="runtime", is_asleep=False, handle=(0, size + 8), name="odd")
+    before = {address: memory.view(address, size).clone() for address in pool if address != odd}
     copies = SparseCopies(memory.view)
 
     copies.keep(pool, ("weights", "runtime"))
     tags = {data.name: data.tag for data in pool.values()}
     kept = dict.fromkeys(("zeros", "few", "half"), TAG)
-    assert tags == {**kept, "most": "runtime", "other": "kv_cache"}, tags
+    assert tags == {**kept, "most": "runtime", "other": "kv_cache", "odd": "runtime"}, tags
+    assert pool.pop(odd).tag == "runtime"
     for address, data in pool.items():
         data.is_asleep = True
         if data.tag == TAG:  # vLLM discards it, and later maps what nobody has written
@@ -391,17 +395,6 @@ def check_what_is_mostly_zeros_sleeps_without_them() -> None:
     memory.view(addresses["zeros"], size)[:] = 1
     copies.put_back(pool)  # once is enough
     assert (memory.view(addresses["zeros"], size) == 1).all()
-
-
-def check_runs() -> None:
-    odd = torch.zeros(3 * CHUNK_BYTES + 8, dtype=torch.uint8)
-    end = (3 * CHUNK_BYTES, odd.numel())
-    assert find_runs(odd) == [end], "what is no whole chunk is never looked at"
-    odd[CHUNK_BYTES] = 128
-    assert find_runs(odd) == [(CHUNK_BYTES, 2 * CHUNK_BYTES), end]
-    odd[2 * CHUNK_BYTES - 1] = odd[3 * CHUNK_BYTES - 1] = 1
-    assert find_runs(odd) == [(CHUNK_BYTES, odd.numel())]
-    assert find_runs(odd[:0]) == []
 
 
 def check_a_key_does_not_depend_on_the_order_of_a_set() -> None:
@@ -518,7 +511,7 @@ def check_linear() -> None:
 
 # What does not depend on the memory, or is a CPU's own.
 ONCE = {
-    *("check_checksum", "check_extra_memory", "check_linear", "check_misfits", "check_runs"),
+    *("check_checksum", "check_extra_memory", "check_linear", "check_misfits"),
     "check_a_key_does_not_depend_on_the_order_of_a_set",
 }
 

@@ -7,6 +7,7 @@ back too. A model that is not in segments sleeps as with upstream's own backend.
 stays on the GPU, so that a sleep frees the KV cache there and not the weights.
 """
 
+import logging
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +21,7 @@ from warmhold_wcache.vllm_plugin import residency
 from warmhold_wcache.vllm_plugin.cuda_memory import CudaMemory
 from warmhold_wcache.vllm_plugin.sparse import SparseCopies
 
+_log = logging.getLogger("vllm.warmhold")
 NAME = "warmhold"
 _COPIED = ("runtime", "cudagraph")  # at every level; weights at level 1 alone
 
@@ -45,6 +47,8 @@ class WarmholdSleepBackend(CuMemBackend):  # type: ignore[misc]
         if self._stack_bytes is None:
             with suppress(CudaError):  # a driver that does not say is slower, no more
                 self._stack_bytes = self._memory.exchange_stack_limit(0)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("asleep: %s", _describe_rest())
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Map the weights where they were, if asked for; raise WcacheError where the vault has them
@@ -63,6 +67,22 @@ class WarmholdSleepBackend(CuMemBackend):  # type: ignore[misc]
     def is_supported(cls) -> bool:
         """On an NVIDIA GPU."""
         return bool(current_platform.is_cuda())
+
+
+def _describe_rest() -> str:
+    """What this process still has on the GPU: it is moved with the process."""
+    segments = torch.cuda.memory_snapshot()
+    plain = [item for item in segments if tuple(item.get("segment_pool_id", (0, 0))) == (0, 0)]
+    kept = sum(item["total_size"] for item in plain)
+    used = sum(item["allocated_size"] for item in plain)
+    copied = sum(
+        data.handle[1] for data in _allocations().values() if data.cpu_backup_tensor is not None
+    )
+    free, total = torch.cuda.mem_get_info()
+    return (
+        f"torch keeps {kept >> 20} MiB for the {used >> 20} that are used, {copied >> 20} MiB of"
+        f" the pool are on the host; {(total - free) >> 20} MiB of the GPU are in use by all"
+    )
 
 
 def _allocations() -> dict[int, Any]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of vLLM's sleep-mode pool that is mostly zeros, across a sleep: only what is not zero is
-copied to the host.
+"""Memory of vLLM's sleep-mode pool that is mostly zeros, across a sleep: only pages that are not
+zero are copied to the host.
 
 vLLM copies whole allocations. Counters for penalties alone, one for each token of the vocabulary
-and each request that can run, are 0.5 GB on an H200, and zeros as long as nobody asks for
-penalties. In a snapshot they would be written and read each time.
+and each request that can run, are 0.5 GB on an H200, and few are ever counted up. In a snapshot
+they would be written and read each time.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ import torch
 
 # An allocation's tag while it sleeps: none that vLLM copies, and none that a wake-up can leave out.
 TAG = "warmhold-sparse"
-CHUNK_BYTES = 2 << 20  # the pool's allocations are multiples of it
+PAGE_BYTES = 4096  # the pool's allocations are multiples of it
 
 View = Callable[[int, int], torch.Tensor]
 
@@ -24,7 +24,8 @@ View = Callable[[int, int], torch.Tensor]
 class _Kept:
     data: Any  # vLLM's record of the allocation
     tag: str
-    runs: list[tuple[int, torch.Tensor]]  # offset in bytes, and a copy on the host
+    numbers: torch.Tensor  # of the pages that are not zero
+    pages: torch.Tensor  # these, on the host
 
 
 class SparseCopies:
@@ -40,14 +41,14 @@ class SparseCopies:
         of which vLLM discards the memory."""
         wanted = set(tags)
         for address, data in allocations.items():
-            if data.is_asleep or data.tag not in wanted:
+            if data.is_asleep or data.tag not in wanted or data.handle[1] % PAGE_BYTES:
                 continue
-            memory = self._view(address, data.handle[1])
-            found = find_runs(memory)
-            if 2 * sum(end - begin for begin, end in found) > memory.numel():
+            pages = self._pages(address, data)
+            numbers = pages.view(torch.int64).any(1).nonzero().flatten()
+            if 2 * numbers.numel() > len(pages):
                 continue
-            runs = [(begin, memory[begin:end].to("cpu", copy=True)) for begin, end in found]
-            self._kept[address] = _Kept(data, data.tag, runs)
+            copies = pages.index_select(0, numbers).to("cpu")
+            self._kept[address] = _Kept(data, data.tag, numbers.to("cpu"), copies)
             data.tag = TAG
 
     def put_back(self, allocations: dict[int, Any]) -> None:
@@ -58,25 +59,11 @@ class SparseCopies:
             if data is not None and data is kept.data:
                 if data.is_asleep:
                     continue
-                memory = self._view(address, data.handle[1])
-                memory.zero_()
-                for begin, copy in kept.runs:
-                    memory[begin : begin + copy.numel()].copy_(copy)
+                pages = self._pages(address, data)
+                numbers = kept.numbers.to(pages.device)
+                pages.zero_().index_copy_(0, numbers, kept.pages.to(pages.device))
                 data.tag = kept.tag
             del self._kept[address]
 
-
-def find_runs(memory: torch.Tensor) -> list[tuple[int, int]]:
-    """Given bytes, return begin and end of the pieces, in chunks, that are not all zeros."""
-    whole = memory.numel() // CHUNK_BYTES * CHUNK_BYTES
-    chunks = memory[:whole].view(torch.int64).view(-1, CHUNK_BYTES // 8)
-    used = [index * CHUNK_BYTES for index in chunks.any(1).nonzero().flatten().tolist()]
-    if whole < memory.numel():  # never looked at
-        used.append(whole)
-    runs: list[tuple[int, int]] = []
-    for begin in used:
-        end = min(begin + CHUNK_BYTES, memory.numel())
-        if runs and runs[-1][1] == begin:
-            begin = runs.pop()[0]
-        runs.append((begin, end))
-    return runs
+    def _pages(self, address: int, data: Any) -> torch.Tensor:
+        return self._view(address, data.handle[1]).view(-1, PAGE_BYTES)
