@@ -70,19 +70,19 @@ class WarmholdSleepBackend(CuMemBackend):  # type: ignore[misc]
 
 
 def _describe_rest() -> str:
-    """What this process still has on the GPU: it is moved with the process."""
-    segments = torch.cuda.memory_snapshot()
-    plain = [item for item in segments if tuple(item.get("segment_pool_id", (0, 0))) == (0, 0)]
-    kept = sum(item["total_size"] for item in plain)
-    used = sum(item["allocated_size"] for item in plain)
-    copied = sum(
-        data.handle[1] for data in _allocations().values() if data.cpu_backup_tensor is not None
-    )
+    """What this process still has on the GPU, which is moved with it: of each of torch's pools the
+    MiB it keeps and those that are used; (0, 0) is the usual one, others are of CUDA graphs, or
+    the sleeping one."""
+    pools: dict[tuple[int, ...], list[int]] = {}
+    for segment in torch.cuda.memory_snapshot():
+        sizes = pools.setdefault(tuple(segment.get("segment_pool_id", (0, 0))), [0, 0])
+        sizes[0] += segment["total_size"]
+        sizes[1] += segment["allocated_size"]
+    shown = {pool: [size >> 20 for size in sizes] for pool, sizes in pools.items()}
+    copies = (data.cpu_backup_tensor for data in _allocations().values())
+    copied = sum(copy.numel() for copy in copies if copy is not None)
     free, total = torch.cuda.mem_get_info()
-    return (
-        f"torch keeps {kept >> 20} MiB for the {used >> 20} that are used, {copied >> 20} MiB of"
-        f" the pool are on the host; {(total - free) >> 20} MiB of the GPU are in use by all"
-    )
+    return f"pools {shown}, copied {copied >> 20} MiB, in use by all {(total - free) >> 20} MiB"
 
 
 def _allocations() -> dict[int, Any]:
