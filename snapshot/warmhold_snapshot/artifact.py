@@ -27,7 +27,7 @@ from .checksum import Progress, compute_checksums
 from .errors import SnapshotError
 from .flat import FlatFiles
 from .folder import ALONE, TOGETHER, exchange, locked, sync
-from .hook import PACK
+from .frozen import PACK
 from .identity import read_key
 from .manifest import ImageFile, Manifest, decode, encode
 from .mark import read_mark

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import msgspec
-
-from . import awake, check, compression, criu, cuda, hook, images, zeros
+from . import awake, check, compression, criu, cuda, frozen, images, zeros
 from .artifact import IMAGES, Draft, Store, describe_files
 from .checksum import Progress
 from .clock import Clock
@@ -23,10 +21,10 @@ from .errors import SnapshotError
 from .flat import Weights
 from .manifest import FORMAT, ImageFile, Manifest
 from .mark import utc_now
-from .pids import Process, read_tree
+from .pids import read_tree
 from .rules import GHOST_LIMIT_BYTES
-from .scan import OpenFile, Scan, scan
-from .shm import ShmFile
+from .scan import Scan, scan
+from .verdict import Verdict, judging
 
 _T = TypeVar("_T")
 # Given the store and weights, brings them into their flat file. Raises SnapshotError; where the
@@ -81,15 +79,6 @@ class Report:
     bytes_by_process: Mapping[int, int]
     timings: Mapping[str, float]
     notes: tuple[str, ...] = ()
-
-
-class _Findings(msgspec.Struct):
-    """What the post-dump script left."""
-
-    processes: tuple[Process, ...] = ()
-    shm: tuple[ShmFile, ...] = ()
-    files: tuple[OpenFile, ...] = ()
-    error: dict[str, Any] | None = None
 
 
 def create(
@@ -233,33 +222,36 @@ def _scan_until_clean(root_pid: int, limits: Limits, on_gpu: bool) -> Scan:
 
 def _dump(
     root_pid: int, draft: Draft, limits: Limits, plugins: Path | None, holder: Mapping[str, str]
-) -> tuple[_Findings, criu.Outcome, tuple[int, ...] | None]:
+) -> tuple[frozen.Findings, criu.Outcome, tuple[int, ...] | None]:
     before, folder = read_tree(root_pid), draft.folder
     users = None if plugins is None else cuda.find_users([process.pid for process in before])
+    verdict: Verdict[frozen.Findings] | None = None
+
+    def look(_: object) -> frozen.Findings:
+        on_gpu = plugins is not None
+        return frozen.look(root_pid, folder / frozen.PACK, limits.ghost_bytes, on_gpu)
+
     try:
-        with hook.script(folder, root_pid, limits.ghost_bytes, plugins is not None) as script:
+        with judging(folder, frozen.ACTION, look, when_asked=True) as verdict:
             argv = criu.build_dump_argv(
-                root_pid, folder / IMAGES, folder, script, limits.ghost_bytes, plugins
+                root_pid, folder / IMAGES, folder, verdict.script, limits.ghost_bytes, plugins
             )
             named = {**holder, **cuda.name_users(users)}
             log = folder / criu.DUMP_LOG
-            outcome = criu.run(argv, limits.dump_s, log, [draft.lock_fd], named)
+            outcome = criu.run(argv, limits.dump_s, log, [draft.lock_fd, *verdict.fds], named)
+            findings = verdict.require()
     except SnapshotError as error:
-        if reason := _read_findings(folder).error:
-            raise SnapshotError(
-                reason["code"], reason["detail"], reason["remedy"], reason["lines"]
-            ) from error
+        if verdict is not None and verdict.error is not None:
+            raise verdict.error from error
         remedy = "the engine goes on as before; see the lines above"
         code = error.code if error.code == "snapshot.timeout" else "snapshot.dump"
         why = "" if plugins is None else cuda.explain(error.lines)
         detail = f"{error.detail} ({why})" if why else error.detail
         raise SnapshotError(code, detail, remedy, error.lines) from error
-    findings = _read_findings(folder)
     after = {(process.pid, process.start_ticks) for process in findings.processes}
     if after != {(process.pid, process.start_ticks) for process in before}:
         detail = "processes of the engine came or went during the dump"
         raise SnapshotError("snapshot.dump", detail, "try again")
-    (folder / hook.FINDINGS).unlink()
     return findings, outcome, users
 
 
@@ -288,13 +280,6 @@ def _drop_zeros(folder: Path) -> None:
     except OSError as error:
         detail = f"the images cannot be made smaller: {error}"
         raise SnapshotError("snapshot.disk", detail, "try again") from error
-
-
-def _read_findings(folder: Path) -> _Findings:
-    try:
-        return msgspec.json.decode((folder / hook.FINDINGS).read_bytes(), type=_Findings)
-    except (OSError, msgspec.MsgspecError):
-        return _Findings()
 
 
 def _by_kind(files: tuple[ImageFile, ...]) -> dict[str, int]:

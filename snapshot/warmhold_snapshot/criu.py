@@ -58,7 +58,7 @@ def build_dump_argv(
     root_pid: int,
     images: Path,
     work: Path,
-    hook: Path,
+    script: Path,
     ghost_limit_bytes: int,
     plugins: Path | None = None,
 ) -> list[str]:
@@ -69,7 +69,7 @@ def build_dump_argv(
     return [
         *(PROGRAM, "dump", "--tree", str(root_pid), "--leave-running", "--tcp-established"),
         *("--skip-in-flight", "--link-remap", "--file-locks"),
-        *("--ghost-limit", str(ghost_limit_bytes), "--action-script", str(hook)),
+        *("--ghost-limit", str(ghost_limit_bytes), "--action-script", str(script)),
         *freeze,
         *_common(images, work, DUMP_LOG, plugins),
     ]

@@ -3,7 +3,7 @@
 
 criu's plug-in `cuda_plugin.so` has the driver move each process's state to the host, through the
 program `cuda-checkpoint` on PATH; without either the plug-in does nothing and says so in a line.
-Standard library alone: the frozen tree is scanned by these rules too.
+The frozen tree is scanned by these rules too.
 Sources: plugins/cuda/cuda_plugin.c and criu/files.c of CRIU 4.2.
 """
 

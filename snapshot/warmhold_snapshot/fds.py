@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the processes of a tree hold open or mapped, as /proc shows it. Nothing is judged here.
 
-Stdlib only and quick: the same reading is done once more while the tree is frozen.
+Quick: the same reading is done once more while the tree is frozen.
 """
 
 import os

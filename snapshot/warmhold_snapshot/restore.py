@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from . import awake, compression, criu, cuda, pids, shm
@@ -22,7 +21,7 @@ from .checksum import Progress
 from .clock import Clock
 from .errors import SnapshotError
 from .folder import ALONE, locked
-from .hook import PACK
+from .frozen import PACK
 from .identity import require_equal
 from .images import is_memory
 from .manifest import Manifest
@@ -33,6 +32,7 @@ _PIDFILE = "restored.pid"
 _BUSY = "another restore is at work"
 _END_S = 5.0
 _POLL_S = 0.01
+_ACTION = "post-restore"  # all memory is in its place, and no process runs yet
 _SLOW_BYTES_S = 20e6  # of a disk from which two read at once
 _LISTED = 20  # of numbers that are taken: an engine may have thousands of threads
 
@@ -94,8 +94,14 @@ def restore(
             store.verify(manifest, checksums, progress, among=among)
         verdict = None
         if beside or ready:
-            verify = partial(store.verify, manifest, beside, among=is_memory)
-            verdict = held.enter_context(judging(folder, verify, progress, ready))
+
+            def judge(go_on: Callable[[], None]) -> None:
+                if ready is not None:
+                    ready()
+                told = _told(go_on, progress)
+                store.verify(manifest, beside, progress=told, among=is_memory)
+
+            verdict = held.enter_context(judging(folder, _ACTION, judge))
         with clock.step("collisions"):
             _require_free(manifest, limits.free_s)
             _require_files(manifest)
@@ -148,7 +154,7 @@ def _restore(
     limits: Limits,
     plugins: Path | None,
     variables: Mapping[str, str],
-    verdict: Verdict | None,
+    verdict: Verdict[None] | None,
 ) -> tuple[int, int]:
     pidfile = folder / _PIDFILE
     pidfile.unlink(missing_ok=True)
@@ -159,7 +165,7 @@ def _restore(
     limit_s = limits.criu_s + (0 if verdict is None else manifest.image_bytes / _SLOW_BYTES_S)
     try:
         # criu holds the locks too: a caller that is killed meanwhile leaves it at work.
-        passed = {*inherit.values(), *locks, *(() if verdict is None else (verdict.fd,))}
+        passed = {*inherit.values(), *locks, *(() if verdict is None else verdict.fds)}
         criu.run(argv, limit_s, folder / criu.RESTORE_LOG, sorted(passed), variables)
         if verdict is not None:
             verdict.require()
@@ -180,6 +186,17 @@ def _restore(
         raise
     finally:
         pidfile.unlink(missing_ok=True)
+
+
+def _told(go_on: Callable[[], None], progress: Progress | None) -> Progress:
+    """Who follows the verifying, where there is somebody; `go_on` ends it."""
+
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        go_on()
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+
+    return tell
 
 
 def _is_parsed(name: str) -> bool:

@@ -3,9 +3,8 @@
 
 CRIU takes files in /dev/shm for part of the machine and dumps none. With --leave-running it also
 deletes its link-remap files (further names of files whose own name is gone) right after the
-post-dump script, so they are saved there. Holes stay holes; names of one file stay names of one
-file; links are never followed, and nothing is put back that is not listed. Stdlib only: the
-post-dump script imports it while the engine stands still.
+post-dump script, so they are saved by then. Holes stay holes; names of one file stay names of one
+file; links are never followed, and nothing is put back that is not listed.
 """
 
 import os

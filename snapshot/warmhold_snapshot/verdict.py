@@ -1,86 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory is verified while criu reads it, and nothing that was restored runs before the verdict.
+"""A step of criu's at which it asks for a verdict, while the tree stands still: a dump is kept, and
+a restored process runs, only after a good one.
 
-What criu parses is verified before it starts. When all memory is in its place, and no process runs
-yet, criu calls a script, which waits for the verdict. Without a good one criu ends what it has
-made. What else has to be so by then can be waited for in the same way.
+criu calls a script at the step, which asks and waits over pipes that criu has inherited: a script
+has no descriptor but its first three. The answer is worked out in a thread of the caller's, at once
+or when it is asked for, without an interpreter to start. A caller that is killed answers too: its
+end of the pipes is closed.
 """
 
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from .checksum import Progress
 from .errors import SnapshotError
 from .script import program
 
-_ACTION, _SOUND = "post-restore", "sound"
+_GOOD = "good"
+_T = TypeVar("_T")
+Judge = Callable[[Callable[[], None]], _T]
 
 
-class Verdict:
-    """Verifies in a thread of its own. criu inherits `fd`, and calls `script`. `error` is what was
-    against it, None as long as nothing is."""
+class Verdict(Generic[_T]):
+    """What a judge returns or raises. It is given a call to make now and then, which raises where
+    nobody waits any more. criu inherits `fds` and calls `script`; `error` is what was against it,
+    None as long as nothing is."""
 
-    def __init__(
-        self,
-        verify: Callable[..., None],
-        progress: Progress | None,
-        ready: Callable[[], None] | None,
-    ) -> None:
-        self.fd, self._writer = os.pipe()
-        self.script: Path | None = None
-        self._verify, self._progress, self._ready = verify, progress, ready
-        self._given_up = False
+    def __init__(self, judge: Judge[_T], when_asked: bool) -> None:
+        self.script = Path()
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._judge, name="verify", daemon=True)
+        answer, self._answered = os.pipe()
+        self._asked, question = os.pipe()
+        self.fds = (answer, question)
+        self._open = [question, answer, self._asked]
+        self._judge, self._when_asked = judge, when_asked
+        self._given_up = False
+        self._results: list[_T] = []
+        self._thread = threading.Thread(target=self._work, name="verdict", daemon=True)
         self._thread.start()
 
-    def require(self) -> None:
-        """Wait for the verdict; raise what it was, unless all is sound."""
+    def command(self) -> str:
+        """What the script does; its parent is criu."""
+        answer, question = (f"/proc/$PPID/fd/{fd}" for fd in self.fds)
+        ask = f"echo > {question} && " if self._when_asked else ""
+        return f'{ask}read -r verdict < {answer} && [ "$verdict" = {_GOOD} ]'
+
+    def require(self) -> _T:
+        """Wait for the verdict and return it; raise what was against it."""
+        self._give_up_asking()
         self._thread.join()
         if self.error is not None:
             raise self.error
+        if not self._results:
+            raise SnapshotError("snapshot.criu", "criu did not ask for a verdict", "try again")
+        return self._results[0]
 
     def end(self) -> None:
-        """Verify no more, where nobody waits for the rest; it has ended then."""
+        """Work no more on it, where nobody waits; it has ended then."""
         self._given_up = True
+        self._give_up_asking()
         self._thread.join()
-        os.close(self.fd)
+        for fd in self._open:
+            os.close(fd)
 
-    def _judge(self) -> None:
+    def _give_up_asking(self) -> None:
+        if self._open[0] == self.fds[1]:  # who waits for the question is told by that
+            os.close(self._open.pop(0))
+
+    def _work(self) -> None:
         try:
-            if self._ready is not None:
-                self._ready()
-            self._verify(progress=self._go_on)
-            os.write(self._writer, f"{_SOUND}\n".encode())
+            if self._when_asked and not os.read(self._asked, 1):
+                return
+            self._results.append(self._judge(self._go_on))
+            with suppress(BrokenPipeError):
+                os.write(self._answered, f"{_GOOD}\n".encode())
         except BaseException as error:
             self.error = error
         finally:
-            os.close(self._writer)  # who still reads there is told by that
+            os.close(self._answered)  # who still reads there is told by that
 
-    def _go_on(self, done_bytes: int, total_bytes: int) -> None:
+    def _go_on(self) -> None:
         if self._given_up:
-            raise SnapshotError("snapshot.stopped", "there is no restore any more", "none")
-        if self._progress is not None:
-            self._progress(done_bytes, total_bytes)
+            raise SnapshotError("snapshot.stopped", "nobody waits any more", "none")
 
 
 @contextmanager
 def judging(
-    folder: Path,
-    verify: Callable[..., None],
-    progress: Progress | None,
-    ready: Callable[[], None] | None = None,
-) -> Iterator[Verdict]:
-    """Given the artifact's folder, what verifies, who follows that, and what is to be waited for
-    first, let it begin; it has ended afterwards."""
-    verdict = Verdict(verify, progress, ready)
-    # A script has no descriptor but its first three; criu, its parent, has this one.
-    command = f'read -r verdict < /proc/$PPID/fd/{verdict.fd} && [ "$verdict" = {_SOUND} ]'
+    folder: Path, action: str, judge: Judge[_T], when_asked: bool = False
+) -> Iterator[Verdict[_T]]:
+    """Given the artifact's folder, the step of criu's, and who judges, at once or when criu asks,
+    yield the verdict; the work has ended afterwards."""
+    verdict = Verdict(judge, when_asked)
     try:
-        with program(folder, _ACTION, command) as verdict.script:
+        with program(folder, action, verdict.command()) as verdict.script:
             yield verdict
     finally:
         verdict.end()

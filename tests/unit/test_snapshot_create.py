@@ -15,7 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from warmhold_snapshot import check, compression, create, criu, cuda, hook
+from criu_script import call_script
+from warmhold_snapshot import check, compression, create, criu, cuda, frozen
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.check import Found
 from warmhold_snapshot.errors import SnapshotError
@@ -82,7 +83,9 @@ def events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """What happened, with a criu that writes one image and calls its script, as the real one."""
     seen: list[str] = []
 
-    def run(argv: Sequence[str], timeout_s: float, log: Path, *_: object) -> criu.Outcome:
+    def run(
+        argv: Sequence[str], timeout_s: float, log: Path, fds: Sequence[int], *_: object
+    ) -> criu.Outcome:
         seen.append("dump")
         if "dump fails" in seen:
             log.write_text("Error (a.c:1): no way\n")
@@ -91,16 +94,14 @@ def events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         (images / "pages-1.img").write_bytes(b"p" * 5000)
         script = argv[argv.index("--action-script") + 1]
         for action in ("pre-dump", "post-dump"):
-            environment = {**os.environ, "CRTOOLS_SCRIPT_ACTION": action}
-            done = subprocess.run([script], env=environment, check=False)
-            if done.returncode:
+            if call_script(script, action, fds):
                 raise SnapshotError("snapshot.criu", "the script said no")
         return criu.Outcome(0.1, "Frozen time: 250000 us\n")
 
     monkeypatch.setattr(criu, "run", run)
     shm = tmp_path / "shm"
     shm.mkdir()
-    monkeypatch.setattr(hook, "script", partial(hook.script, shm_folder=shm))
+    monkeypatch.setattr(frozen, "look", partial(frozen.look, shm_folder=shm))
     monkeypatch.setattr(check, "read_found", lambda folder: RIGHTS)
     real_scan = create.scan
     monkeypatch.setattr(create, "scan", lambda *given: seen.append("scan") or real_scan(*given))

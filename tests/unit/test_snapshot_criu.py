@@ -24,10 +24,10 @@ LOG = """\
 
 
 def test_dump_leaves_the_tree_running() -> None:
-    argv = criu.build_dump_argv(42, Path("/a/images"), Path("/a"), Path("/a/hook.sh"), 1 << 20)
+    argv = criu.build_dump_argv(42, Path("/a/images"), Path("/a"), Path("/a/script.sh"), 1 << 20)
     assert argv[:4] == ["criu", "dump", "--tree", "42"]
     assert "--leave-running" in argv and "--skip-in-flight" in argv
-    assert argv[argv.index("--action-script") + 1] == "/a/hook.sh"
+    assert argv[argv.index("--action-script") + 1] == "/a/script.sh"
     assert argv[argv.index("--ghost-limit") + 1] == str(1 << 20)
     assert argv[argv.index("--images-dir") + 1] == "/a/images"
     assert argv[argv.index("--work-dir") + 1] == "/a"

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from criu_script import call_script
 from warmhold_snapshot import compression, criu, pids, restore
 from warmhold_snapshot.artifact import Store, describe_files
 from warmhold_snapshot.errors import SnapshotError
@@ -113,18 +114,9 @@ class FakeCriu:
         return criu.Outcome(0.1, "")
 
     def ask(self, script: str, pass_fds: Sequence[int]) -> None:
-        """Call the script at two of its steps as criu does: as its child, without descriptors."""
         for action in ("pre-restore", "post-restore"):
-            code = f"import subprocess; exit(subprocess.run([{script!r}]).returncode)"
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                env={**os.environ, "CRTOOLS_SCRIPT_ACTION": action},
-                pass_fds=pass_fds,
-                timeout=60,
-                check=False,
-            )
-            self.answers.append((action, done.returncode))
-            if done.returncode:
+            self.answers.append((action, call_script(script, action, pass_fds)))
+            if self.answers[-1][1]:
                 raise SnapshotError("snapshot.criu", f"criu ended after {action}")
 
 
@@ -282,7 +274,7 @@ def test_nobody_waits_for_a_verdict_once_criu_has_failed(
     error = refusal(store)
     assert (error.code, error.detail) == ("snapshot.restore", "no such file")
     assert left == ["snapshot.stopped"]
-    assert "verify" not in {thread.name for thread in threading.enumerate()}
+    assert "verdict" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_without_checksums_nobody_is_asked(store: Store, fake: FakeCriu, tmp_path: Path) -> None:
