@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -66,7 +67,7 @@ def restore(
     plugins: Path | None = None,
     limits: Limits = Limits(),
     progress: Progress | None = None,
-    ready: Callable[[], None] | None = None,
+    ready: Callable[[threading.Event], None] | None = None,
 ) -> Restored:
     """Given a store, a name, and the write end of a pipe that takes the place of the old stdout
     (and stderr, which gets its own where it had one), restore the artifact.
@@ -74,8 +75,9 @@ def restore(
     With `identity` every field must be equal; without it the caller has compared. With `checksums`
     every byte is verified before a process runs, else names and sizes. `plugins` is the folder of
     criu's plug-ins for an engine on a GPU. `ready` is called in another thread, and no process runs
-    before it has returned; what it raises ends the restore. Raise SnapshotError; no process, file
-    or socket of the attempt is left then, and with the processes their memory on the GPU has gone.
+    before it has returned; what it raises ends the restore, and it has to end soon once its event
+    is set. Raise SnapshotError; no process, file or socket of the attempt is left then, and with
+    the processes their memory on the GPU has gone.
     """
     clock = Clock()
     _require_subreaper()
@@ -95,10 +97,10 @@ def restore(
         verdict = None
         if beside or ready:
 
-            def judge(go_on: Callable[[], None]) -> None:
+            def judge(over: threading.Event) -> None:
                 if ready is not None:
-                    ready()
-                told = _told(go_on, progress)
+                    ready(over)
+                told = _told(over, progress)
                 store.verify(manifest, beside, progress=told, among=is_memory)
 
             verdict = held.enter_context(judging(folder, _ACTION, judge))
@@ -188,11 +190,12 @@ def _restore(
         pidfile.unlink(missing_ok=True)
 
 
-def _told(go_on: Callable[[], None], progress: Progress | None) -> Progress:
-    """Who follows the verifying, where there is somebody; `go_on` ends it."""
+def _told(over: threading.Event, progress: Progress | None) -> Progress:
+    """Who follows the verifying, where there is somebody, until it is over."""
 
     def tell(done_bytes: int, total_bytes: int) -> None:
-        go_on()
+        if over.is_set():
+            raise SnapshotError("snapshot.stopped", "nobody waits any more", "none")
         if progress is not None:
             progress(done_bytes, total_bytes)
 

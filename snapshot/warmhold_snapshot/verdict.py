@@ -20,13 +20,13 @@ from .script import program
 
 _GOOD = "good"
 _T = TypeVar("_T")
-Judge = Callable[[Callable[[], None]], _T]
+Judge = Callable[[threading.Event], _T]
 
 
 class Verdict(Generic[_T]):
-    """What a judge returns or raises. It is given a call to make now and then, which raises where
-    nobody waits any more. criu inherits `fds` and calls `script`; `error` is what was against it,
-    None as long as nothing is."""
+    """What a judge returns or raises. It is given an event, set where nobody waits any more: it has
+    to end soon then. criu inherits `fds` and calls `script`; `error` is what was against it, None
+    as long as nothing is."""
 
     def __init__(self, judge: Judge[_T], when_asked: bool) -> None:
         self.script = Path()
@@ -36,7 +36,7 @@ class Verdict(Generic[_T]):
         self.fds = (answer, question)
         self._open = [question, answer, self._asked]
         self._judge, self._when_asked = judge, when_asked
-        self._given_up = False
+        self._over = threading.Event()
         self._results: list[_T] = []
         self._thread = threading.Thread(target=self._work, name="verdict", daemon=True)
         self._thread.start()
@@ -59,7 +59,7 @@ class Verdict(Generic[_T]):
 
     def end(self) -> None:
         """Work no more on it, where nobody waits; it has ended then."""
-        self._given_up = True
+        self._over.set()
         self._give_up_asking()
         self._thread.join()
         for fd in self._open:
@@ -73,17 +73,13 @@ class Verdict(Generic[_T]):
         try:
             if self._when_asked and not os.read(self._asked, 1):
                 return
-            self._results.append(self._judge(self._go_on))
+            self._results.append(self._judge(self._over))
             with suppress(BrokenPipeError):
                 os.write(self._answered, f"{_GOOD}\n".encode())
         except BaseException as error:
             self.error = error
         finally:
             os.close(self._answered)  # who still reads there is told by that
-
-    def _go_on(self) -> None:
-        if self._given_up:
-            raise SnapshotError("snapshot.stopped", "nobody waits any more", "none")
 
 
 @contextmanager

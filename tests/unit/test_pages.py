@@ -3,6 +3,7 @@
 
 import ctypes
 import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,23 @@ def test_whole_pages_are_forgotten_and_edges_stay() -> None:
         memory[PAGE : 2 * PAGE] = b"y" * PAGE
         assert memory[PAGE : 2 * PAGE] == b"y" * PAGE
         del view
+
+
+def test_many_pieces_by_a_thread_that_is_bound() -> None:
+    size = 100 << 20
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    try:
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE) as memory:
+            memory[-1:] = b"x"
+            view = (ctypes.c_char * 0).from_buffer(memory)
+            address = ctypes.addressof(view)
+            assert pages.forget(address, size) == size
+            assert (resident_kib(address), memory[-1:]) == (0, bytes(1))
+            del view
+        assert os.sched_getaffinity(0) == {min(cpus)}
+    finally:
+        os.sched_setaffinity(0, cpus)
 
 
 def test_less_than_a_page_is_left_alone() -> None:

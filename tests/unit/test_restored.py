@@ -115,7 +115,7 @@ def test_criu_gets_its_plugins_for_an_engine_on_a_gpu(
     def refuse(*_: object, **named: object) -> None:
         given.update(named)
         if on_gpu:
-            given["ready"]()
+            given["ready"](threading.Event())
         raise SnapshotError("snapshot.restore", "no", "")
 
     def lack(need: Need, limit_s: float, stop: threading.Event) -> str:

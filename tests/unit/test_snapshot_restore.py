@@ -271,7 +271,7 @@ def test_nobody_waits_for_a_verdict_once_criu_has_failed(
 
     monkeypatch.setattr(Store, "verify", endless)
     fake.error = SnapshotError("snapshot.criu", "no such file")
-    error = refusal(store)
+    error = refusal(store, ready=lambda over: None if over.wait(60) else left.append("late"))
     assert (error.code, error.detail) == ("snapshot.restore", "no such file")
     assert left == ["snapshot.stopped"]
     assert "verdict" not in {thread.name for thread in threading.enumerate()}
@@ -292,7 +292,7 @@ def test_what_has_to_be_ready_is_waited_for_before_anything_runs(
 ) -> None:
     make(store, tmp_path, compress)
 
-    def refuse() -> None:
+    def refuse(over: threading.Event) -> None:
         while not fake.answers:  # criu is at work
             time.sleep(0.01)
         raise SnapshotError("snapshot.stopped", "never")
@@ -303,7 +303,7 @@ def test_what_has_to_be_ready_is_waited_for_before_anything_runs(
     reader, writer = os.pipe()
     asked: list[int] = []
     restored = restore.restore(
-        store, "one", writer, limits=LIMITS, checksums=checksums, ready=lambda: asked.append(1)
+        store, "one", writer, limits=LIMITS, checksums=checksums, ready=lambda over: asked.append(1)
     )
     assert asked == [1] and fake.child
     fake.child.communicate(b"x")

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,10 @@ from criu_script import call_script
 from warmhold_snapshot.errors import SnapshotError
 from warmhold_snapshot.verdict import judging
 
-GoOn = Callable[[], None]
-
 
 def test_a_good_one(tmp_path: Path) -> None:
     before = sorted(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    with judging(tmp_path, "post-restore", lambda go_on: 7) as verdict:
+    with judging(tmp_path, "post-restore", lambda over: 7) as verdict:
         script = verdict.script
         assert call_script(script, "post-restore", verdict.fds) == 0
         assert verdict.require() == 7 == verdict.require()
@@ -29,14 +26,15 @@ def test_a_good_one(tmp_path: Path) -> None:
 
 def test_other_steps_ask_nobody(tmp_path: Path) -> None:
     ended = threading.Event()
-    with judging(tmp_path, "post-restore", lambda go_on: ended.wait(60)) as verdict:
+    judge = lambda over: over.wait(60) and ended.set()  # noqa: E731
+    with judging(tmp_path, "post-restore", judge) as verdict:
         assert call_script(verdict.script, "pre-resume", verdict.fds) == 0
         assert not ended.is_set()
-        ended.set()
+    assert ended.is_set(), "it was told that nobody waits, and waited for"
 
 
 def test_a_bad_one(tmp_path: Path) -> None:
-    def refuse(go_on: GoOn) -> None:
+    def refuse(over: threading.Event) -> None:
         raise SnapshotError("snapshot.damaged", "no")
 
     with judging(tmp_path, "post-restore", refuse) as verdict:
@@ -48,7 +46,7 @@ def test_a_bad_one(tmp_path: Path) -> None:
 
 def test_nothing_is_done_before_the_question(tmp_path: Path) -> None:
     asked: list[int] = []
-    judge = lambda go_on: asked.append(1)  # noqa: E731
+    judge = lambda over: asked.append(1)  # noqa: E731
     with judging(tmp_path, "post-dump", judge, when_asked=True) as verdict:
         assert call_script(verdict.script, "pre-dump", verdict.fds) == 0 and asked == []
         assert call_script(verdict.script, "post-dump", verdict.fds) == 0 and asked == [1]
@@ -57,7 +55,7 @@ def test_nothing_is_done_before_the_question(tmp_path: Path) -> None:
 
 def test_a_criu_that_never_asks(tmp_path: Path) -> None:
     asked: list[int] = []
-    judge = lambda go_on: asked.append(1)  # noqa: E731
+    judge = lambda over: asked.append(1)  # noqa: E731
     with (
         judging(tmp_path, "post-dump", judge, when_asked=True) as verdict,
         pytest.raises(SnapshotError, match="did not ask"),
@@ -74,7 +72,7 @@ import subprocess, sys, threading
 from pathlib import Path
 from warmhold_snapshot.verdict import judging
 folder, when_asked, criu = sys.argv[1:]
-judge = lambda go_on: threading.Event().wait(60)
+judge = lambda over: threading.Event().wait(60)
 with judging(Path(folder), "post-dump", judge, when_asked == "True") as verdict:
     subprocess.run([sys.executable, "-c", criu, str(verdict.script)], pass_fds=verdict.fds)
 """

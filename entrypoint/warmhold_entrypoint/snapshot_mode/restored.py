@@ -106,6 +106,7 @@ class Restoration:
         self._wish = wish
         self._wake = wake
         self._stop = threading.Event()
+        self._waits: list[threading.Event] = []  # a stop ends these too
         self._shortage = ""
         self._published: list[str] = []
         self._began = self._last = time.monotonic()
@@ -119,7 +120,8 @@ class Restoration:
         give_up_at: float | None = None
         while not self.done:
             if loop.stop_asked:
-                self._stop.set()
+                for event in (self._stop, *self._waits):
+                    event.set()
                 give_up_at = give_up_at or time.monotonic() + _STOP_S
                 if time.monotonic() > give_up_at:
                     tree.kill_below(os.getpid(), _STOP_S)  # criu, and what it has made
@@ -168,7 +170,7 @@ class Restoration:
         absent = _find_absent(split_generations(store.read(wish.name)), wish)
         self._close("vault", "flat" if absent else "image")
         if absent:
-            self._wait_for_memory()
+            self._wait_for_memory(self._stop)
             for generation_id in absent:
                 count = publish_flat(store, generation_id, wish.vault, self._go_on)
                 self._published.append(generation_id)
@@ -201,11 +203,12 @@ class Restoration:
         clear_mark(store.path(wish.name))
         self._close("canary", "first_token")
 
-    def _wait_for_memory(self) -> None:
+    def _wait_for_memory(self, over: threading.Event) -> None:
         wish = self._wish
         if wish.memory.by_uuid:
-            self._shortage = wait_for_memory(wish.memory, wish.memory_s, self._stop)
-            if self._shortage and not self._stop.is_set():
+            self._waits.append(over)
+            self._shortage = wait_for_memory(wish.memory, wish.memory_s, over)
+            if self._shortage and not over.is_set():
                 _log.warning("too little GPU memory is free", code=CODE, detail=self._shortage)
 
     def _tell_weights(self, found: Mapping[str, int]) -> None:

@@ -105,7 +105,7 @@ class UpstreamRestoration(Restoration):
         folder = find_folder(self._wish.folder)
         artifact, processes = find_artifact(folder, name), read_manifest(folder, name).process_tree
         _give_weights_up(settings)
-        self._wait_for_memory()
+        self._wait_for_memory(self._stop)
         self._close("vault", "image")
         pass_by({*processes})
         argv = build_restore_argv(settings, artifact)
