@@ -5,6 +5,7 @@
 import os
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,8 +55,13 @@ def _hold(variable: Mapping[str, str]) -> "subprocess.Popen[bytes] | None":
 
 
 def _release(holder: "subprocess.Popen[bytes]") -> None:
+    """Let it end. The driver takes its time for that, and a restored engine does not wait."""
     assert holder.stdin is not None
     holder.stdin.close()
+    threading.Thread(target=_reap, args=(holder,), name="holder", daemon=True).start()
+
+
+def _reap(holder: "subprocess.Popen[bytes]") -> None:
     try:
         holder.wait(_RELEASE_S)
     except subprocess.TimeoutExpired:

@@ -2,7 +2,7 @@
 """Makes a snapshot of a running engine, which goes on serving, whatever happens here.
 
 In this order: rights, scan, hold, canary, quiesce, scan, dump, resume; then, with the engine
-serving again, flat weights, zeros left out, checksums, manifest, rename. The engine is the
+serving again, flat weights, checksums, manifest, rename. The engine is the
 caller's: this module only says when it is to do what.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from . import awake, check, compression, criu, cuda, frozen, images, zeros
+from . import awake, check, compression, criu, cuda, frozen, images
 from .artifact import IMAGES, Draft, Store, describe_files
 from .checksum import Progress
 from .clock import Clock
@@ -130,9 +130,6 @@ def create(
             with clock.step("dump"):
                 findings, outcome, users = _dump(root_pid, draft, limits, plugins, holder)
         pause_s = time.monotonic() - began
-        if plugins is not None:  # a CPU's engine has hardly any
-            with clock.step("zeros"):
-                _drop_zeros(draft.folder / IMAGES)
         by_process = images.measure_by_process(draft.folder / IMAGES)
         if compress:
             with clock.step("compress"):
@@ -272,14 +269,6 @@ def _write_weights(
                 raise
             left_out.append(f"no flat weights: {error.detail}")
     return kept, left_out
-
-
-def _drop_zeros(folder: Path) -> None:
-    try:
-        zeros.drop_zeros(folder)
-    except OSError as error:
-        detail = f"the images cannot be made smaller: {error}"
-        raise SnapshotError("snapshot.disk", detail, "try again") from error
 
 
 def _by_kind(files: tuple[ImageFile, ...]) -> dict[str, int]:

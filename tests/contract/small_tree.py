@@ -4,10 +4,10 @@
     small_tree.py PORT CONTROL_SOCKET INSIDE_SOCKET VAULT_SOCKET
 
 The front listens on a wildcard port and on a control socket, the core on a socket within the tree.
-Core and worker have sessions of their own. The worker holds 100 MB of its own memory, a ring in
-/dev/shm, a named semaphore, threads, a TCP connection to itself, a file lock, and weights that it
-maps from a descriptor which the vault socket hands out. Front and worker hold a random token that
-is written nowhere. Nothing is waited for by time.
+Core and worker have sessions of their own. The worker holds 100 MB of its own memory, pages of
+every kind, a ring in /dev/shm, a named semaphore, threads, a TCP connection to itself, a file lock,
+and weights that it maps from a descriptor which the vault socket hands out. Front and worker hold a
+random token that is written nowhere. Nothing is waited for by time.
 """
 
 import _multiprocessing
@@ -23,6 +23,7 @@ import sys
 import threading
 from multiprocessing import shared_memory
 
+import kinds_of_pages
 from warmhold_wcache import segments
 
 PRIVATE_BYTES = 100 << 20
@@ -60,8 +61,9 @@ def may_lock(path):
 class Worker:
     """Holds everything that has to come back."""
 
-    def __init__(self, vault):
+    def __init__(self, vault, inherited):
         self.vault = vault
+        self.pages = kinds_of_pages.Pages(inherited)
         self.token = os.urandom(16).hex()
         self.private = os.urandom(1 << 20) * (PRIVATE_BYTES >> 20)
         self.ring = shared_memory.SharedMemory(create=True, size=RING_BYTES)
@@ -109,6 +111,7 @@ class Worker:
         return {
             "worker": os.getpid(),
             "worker_token": self.token,
+            "pages": self.pages.digest(),
             "private": hashlib.blake2b(self.private).hexdigest(),
             "ring": self.ring.name,
             "counters": counters,
@@ -136,11 +139,12 @@ def core(inside, vault):
     listener.bind(inside)
     listener.listen()
     here, there = socket.socketpair()
+    inherited = kinds_of_pages.make_inherited()
 
     def work():
         here.close()
         listener.close()
-        Worker(vault).serve(there)
+        Worker(vault, inherited).serve(there)
 
     own_session(work)
     there.close()
@@ -148,9 +152,10 @@ def core(inside, vault):
     os.write(READY_W, b"r")
     connection, _ = listener.accept()
     for line in connection.makefile():
-        connection.sendall(
-            json.dumps({"core": os.getpid(), **ask(here, line.strip())}).encode() + b"\n"
-        )
+        shared = hashlib.blake2b(inherited[:]).hexdigest()
+        below = ask(here, line.strip())
+        told = {"core": os.getpid(), "shared": shared, **below}
+        connection.sendall(json.dumps(told).encode() + b"\n")
 
 
 class Front:

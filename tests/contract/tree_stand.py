@@ -151,8 +151,8 @@ class TreeEngine:
 
 def lasting(state: dict) -> dict:
     """What of a state must be the same for ever; tokens only as their digests."""
-    names = ("front", "core", "worker", "private", "ring", "loop", "flock", "weights")
-    kept = {name: state[name] for name in (*names, "semaphore", "weights_at", "threads")}
+    names = ("front", "core", "worker", "private", "ring", "loop", "flock", "weights", "pages")
+    kept = {name: state[name] for name in (*names, "shared", "semaphore", "weights_at", "threads")}
     tokens = (state["front_token"] + state["worker_token"]).encode()
     return {**kept, "tokens": hashlib.sha256(tokens).hexdigest()}
 

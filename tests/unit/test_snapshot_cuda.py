@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs for an engine on a GPU: descriptors, criu's argv, a point, and why a dump failed."""
 
+import os
 import stat
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +108,12 @@ def write_program(folder: Path, text: str) -> None:
     program.chmod(0o755)
 
 
+def wait_for_the_holders_end() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "holder":
+            thread.join()
+
+
 def test_the_driver_is_kept_awake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     text = f'echo "$@" ${cuda_checkpoint.SOCKET} >{tmp_path}/began; cat; touch {tmp_path}/ended'
@@ -120,6 +128,7 @@ def test_the_driver_is_kept_awake(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise KeyError
     assert (tmp_path / "began").read_text() == f"--hold {variable[cuda_checkpoint.SOCKET]}\n"
     assert not Path(variable[cuda_checkpoint.SOCKET]).parent.exists()
+    wait_for_the_holders_end()
     assert (tmp_path / "ended").exists()
 
 
@@ -133,6 +142,9 @@ def test_a_driver_that_cannot_be_held(
         write_program(tmp_path, text)
     with awake.awake(tmp_path):
         pass
+    wait_for_the_holders_end()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
 
 
 def test_without_a_temporary_folder_nothing_is_held(

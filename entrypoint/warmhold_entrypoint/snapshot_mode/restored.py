@@ -192,6 +192,7 @@ class Restoration:
         self.process = AdoptedChild(restored.pid, restored.pidfd)
         self._close("image", "weights")
         self._split_image(restored.phases)
+        _log.debug("restored", **{f"{name}_s": value for name, value in restored.phases.items()})
         engine = ControlledEngine(wish.control)
         engine.map_weights()
         self._close("weights", "canary")
