@@ -33,6 +33,7 @@ from gpu_ours import (
     measure_disk,
     measure_kills,
     measure_snapshots,
+    show_processes,
 )
 from gpu_stack import Stack, build_environment
 from gpu_table import Table
@@ -63,6 +64,21 @@ def begin(table: Table, job: Job, beside: int, pool: ThreadPoolExecutor) -> None
             table.add(f"{job.size} first start", value)
     for warm in warming:
         warm.result()
+
+
+def measure_ours(table: Table, job: Job, logs: Path, skip: list[str]) -> None:
+    """Our rows of a size whose engine serves, and has just filled the caches."""
+    if "compiled" not in skip:
+        measure_snapshots(table, job, logs, "compiled ")
+    if "ipc_cache" not in skip:
+        measure_cache(table, job, 1)
+    measure_snapshots(table, job, logs)
+    measure_kills(table, job)
+    table.fill(f"{job.size} processes", 1, lambda: show_processes(job))
+    if "ipc_cache" not in skip:
+        measure_cache(table, job, COUNTS[job.size]["ipc_cache"])
+    if "disk" not in skip:
+        measure_disk(table, job)
 
 
 def measure_upstream(table: Table, job: Job, plugins: Path | None) -> None:
@@ -114,7 +130,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/wh"))
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--upstream", default="", help="sizes whose upstream rows are wanted too")
-    parser.add_argument("--skip", default="", help="of ours: ipc_cache, disk")
+    parser.add_argument("--skip", default="", help="of ours: compiled,ipc_cache,disk")
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds; see Table")
     given = parser.parse_args()
     sys.path[:0] = PACKAGES
@@ -147,11 +163,7 @@ def main() -> None:
                 table.say(f"FAILED {job.size} did not start: {error!r}"[-6000:])
         running = [job for job in jobs if job.stack.is_running]
         for job in running:
-            measure_snapshots(table, job, given.folder / "logs")
-            measure_kills(table, job)
-        for name, measure in (("ipc_cache", measure_cache), ("disk", measure_disk)):
-            for job in running if name not in given.skip else ():
-                measure(table, job)
+            measure_ours(table, job, given.folder / "logs", given.skip.split(","))
         for job in running:
             job.stack.stop()
         for job in jobs:
