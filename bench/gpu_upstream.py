@@ -16,6 +16,9 @@ from gpu_client import KEY, Answer, ask_all, wait_answer
 from gpu_machine import used_mib, wait_until
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+# `vllm snapshot create` wants its processes gone when they have ended: a shell reaps them.
+REAPING = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+REAPING += ["sh", "-c", '"$@"; exit $?', "sh"]
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -86,6 +89,7 @@ class Upstream:
         restore's start to the first token over HTTP."""
         hub, artifact = folder / "hub" / "models--bench--model", folder / "artifact"
         place = hub / "snapshots" / REVISION
+        folder.mkdir(mode=0o700)  # upstream wants that of an artifact's folder
         place.mkdir(parents=True)
         for path in Path(self.model).iterdir():
             (place / path.name).symlink_to(path)
@@ -93,7 +97,7 @@ class Upstream:
         (hub / "refs" / "main").write_text(REVISION)
         more = {"HF_HUB_CACHE": str(folder / "hub"), "CRIU_CUDA_PLUGIN_DIR": str(plugins)}
         self.environment |= {**more, "UV_USE_IO_URING": "0"}  # rings cannot be dumped
-        command = [*VLLM, "snapshot", "create", "bench/model", "--revision", REVISION]
+        command = [*REAPING, *VLLM, "snapshot", "create", "bench/model", "--revision", REVISION]
         command += ["--snapshot-dir", str(artifact), *arguments]
         began = time.monotonic()
         with self.log.open("ab") as log:
@@ -112,8 +116,8 @@ class Upstream:
             sizes = [path.stat().st_size for path in artifact.rglob("*") if path.is_file()]
             found["artifact_bytes"] = sum(sizes)
             began = time.monotonic()
-            restore = [*VLLM, "snapshot", "restore", str(artifact), "--port", str(self.port)]
-            process = self._spawn(restore)
+            restore = ["snapshot", "restore", str(artifact), "--port", str(self.port)]
+            process = self._spawn([*REAPING, *VLLM, *restore])
             answered = wait_answer(self.port, "bench/model", 100, lambda: process.poll() is None)
             if answered is not None:
                 found["first_token_s"] = round(answered - began, 3)

@@ -62,6 +62,7 @@ def stack() -> Iterator[Any]:
     tools = gpu_machine.prepare_tools(FOLDER / "tools", criu)
     gpu_machine.describe_machine(tools, criu)  # where a right is missing it makes do
     more = {"CRIU_CUDA_PLUGIN_DIR": str(criu / "plugins"), "CUDA_VISIBLE_DEVICES": "0"}
+    more |= {"WARMHOLD_GPU_WAIT_S": "10"}
     environment = gpu_stack.build_environment(FOLDER, str(model), tools, **more)
     made = gpu_stack.Stack(environment, FOLDER / "log", 8125)
     try:

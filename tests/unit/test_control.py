@@ -3,6 +3,9 @@
 
 import asyncio
 import math
+import socket
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +156,27 @@ async def test_the_client_of_an_engine_that_ended(tmp_path: Path) -> None:
     with pytest.raises(ControlError) as caught:
         ControlClient(path).state()
     assert caught.value.code == "control.dead-socket"
+
+
+def test_the_client_of_an_engine_that_ends_while_it_is_asked(tmp_path: Path) -> None:
+    """It does not come back, so that nobody waits for it."""
+    path, asked = tmp_path / "control.sock", []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def end() -> None:
+            with suppress(OSError):  # the test is over
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        asked.append(connection.recv(1))
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        with pytest.raises(ControlError) as caught:
+            ControlClient(path).resume(limit_s=0.5)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert caught.value.code == "control.dead-socket"
+    assert len(asked) == 1

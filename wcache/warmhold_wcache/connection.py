@@ -2,7 +2,7 @@
 """The asking side of the protocol: one connection, every call bounded by one time limit.
 
 A call on a connection that was lost meanwhile (the vault was restarted) is made once more on a new
-one, within the same limit: every verb may be repeated.
+one, within the same limit: every verb may be repeated. An engine that has gone does not come back.
 """
 
 import socket
@@ -45,8 +45,9 @@ class Connection:
             self._socket.close()
             self._socket = None
 
-    def call(self, act: Callable[[], T], wait_s: float = 0.0) -> T:
-        """Given what to do, do it within the time limit, once more if the connection was lost.
+    def call(self, act: Callable[[], T], wait_s: float = 0.0, again: bool = True) -> T:
+        """Given what to do, do it within the time limit, once more if the connection was lost and
+        `again` is true.
 
         `wait_s` is how long a vault that is not there yet may take to come.
         """
@@ -56,6 +57,8 @@ class Connection:
                 self._connect(wait_s)
                 return act()
             except (ClosedError, ConnectionError):
+                if not again:
+                    raise
                 self.close()
                 self._connect(self._timeout_s)
                 return act()

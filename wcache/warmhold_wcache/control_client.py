@@ -79,7 +79,7 @@ class ControlClient:
         connection = Connection(self._path, longest_s + self._timeout_s)
         request = {"verb": verb, "timeout_s": limit_s, **more}
         try:
-            return connection.call(lambda: connection.ask(request)).body
+            return connection.call(lambda: connection.ask(request), again=False).body
         except WcacheError as error:
             raise to_control(error) from error.__cause__
         finally:
