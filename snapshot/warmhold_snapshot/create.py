@@ -238,6 +238,7 @@ def _dump(
             outcome = criu.run(argv, limits.dump_s, log, [draft.lock_fd, *verdict.fds], named)
             findings = verdict.require()
     except SnapshotError as error:
+        cuda.bring_back(users or (), holder)
         if verdict is not None and verdict.error is not None:
             raise verdict.error from error
         remedy = "the engine goes on as before; see the lines above"

@@ -8,9 +8,11 @@ Sources: plugins/cuda/cuda_plugin.c and criu/files.c of CRIU 4.2.
 """
 
 import hashlib
+import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +23,7 @@ USERS, SOCKET = "WARMHOLD_CUDA_PIDS", "WARMHOLD_CUDA_SOCKET"
 STATE_BYTES = 3 << 30
 # Seconds for criu to stop a tree. Each process's CUDA calls end meanwhile, and its state is moved.
 FREEZE_S = 60
+_UNDO = {"locked": ("unlock",), "checkpointed": ("restore", "unlock")}
 # Open in every process that uses CUDA, seen on an H200 with driver 580; the driver closes its own
 # when it checkpoints. Others of its files are for what cannot be taken along (memory shared between
 # hosts, displays).
@@ -58,6 +61,18 @@ def digest_plugin(plugins: Path) -> str:
     return hashlib.sha256((plugins / PLUGIN).read_bytes()).hexdigest()[:16]
 
 
+def bring_back(users: Sequence[int], holder: Mapping[str, str]) -> None:
+    """Given the processes that use a GPU, after a dump that failed, and the variable of who holds
+    the driver: have it undo what it was asked for. criu does that itself, unless it was killed.
+
+    What cannot be undone stays: the engine then does not resume, and says so.
+    """
+    for pid in users:
+        state = _ask_program(holder, "--get-state", "--pid", str(pid))
+        for action in _UNDO.get(state, ()):
+            _ask_program(holder, "--action", action, "--pid", str(pid))
+
+
 def explain(lines: Sequence[str]) -> str:
     """Given lines of a dump's log, return what a failure most likely comes from, or ""."""
     text = "\n".join(lines)
@@ -68,6 +83,21 @@ def explain(lines: Sequence[str]) -> str:
             "the driver takes no managed or shared memory along (cudaMallocManaged, CUDA IPC), nor"
             " several ranks of NCCL"
         )
+    return ""
+
+
+def _ask_program(holder: Mapping[str, str], *arguments: str) -> str:
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [PROGRAM, *arguments],
+            env={**os.environ, **holder},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=FREEZE_S,
+            check=False,
+        )
+        return done.stdout.decode().strip()
     return ""
 
 

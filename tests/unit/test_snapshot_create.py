@@ -187,9 +187,15 @@ def test_an_engine_on_a_gpu(
     assert argv[argv.index("--libdir") + 1] == str(tmp_path)
     assert events.index("awake") < events.index("hold") and events[-2:] == ["resume", "asleep"]
     events.append("dump fails")
+
+    def bring_back(pids: Sequence[int], holder: object) -> None:
+        assert (tuple(pids), holder) == (users, {"HOLDER": "there"})
+        events.append("bring back")
+
+    monkeypatch.setattr(cuda, "bring_back", bring_back)
     with pytest.raises(SnapshotError) as caught:
         create.create(root, Recorder(events), store, "two", IDENTITY, plugins=tmp_path)
-    assert caught.value.code == "snapshot.dump" and events[-1] == "resume"
+    assert caught.value.code == "snapshot.dump" and events[-2:] == ["bring back", "resume"]
 
 
 @pytest.mark.parametrize("failing", ["hold", "canary", "quiesce"])

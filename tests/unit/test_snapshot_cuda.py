@@ -147,6 +147,29 @@ def test_a_driver_that_cannot_be_held(
         os.waitpid(-1, os.WNOHANG)
 
 
+@pytest.mark.parametrize(
+    ("state", "acts"),
+    [("running", []), ("locked", ["unlock"]), ("checkpointed", ["restore", "unlock"])],
+)
+def test_what_the_driver_was_asked_for_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, acts: list[str]
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    text = f'echo "$@" ${cuda.SOCKET} >>{tmp_path}/asked; [ $1 = --action ] || echo {state}'
+    write_program(tmp_path, text)
+    cuda.bring_back((7, 12), {cuda.SOCKET: "S"})
+    wanted = []
+    for pid in (7, 12):
+        wanted += [f"--get-state --pid {pid} S"]
+        wanted += [f"--action {act} --pid {pid} S" for act in acts]
+    assert (tmp_path / "asked").read_text().splitlines() == wanted
+
+
+def test_a_driver_that_undoes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cuda.bring_back((7,), {})
+
+
 def test_without_a_temporary_folder_nothing_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
