@@ -88,7 +88,7 @@ def restart(job: Job, mode: str) -> dict[str, Any]:
 def read_loader(text: str) -> dict[str, float]:
     """Given a start's log, return the seconds that the loader, or a restored engine's mapping, says
     its parts took."""
-    lines = [line for line in text.splitlines() if re.search("weights (mapped again|mode=)", line)]
+    lines = [line for line in text.splitlines() if re.search("weights .*fetch_s=", line)]
     return {name: float(value) for name, value in _SECONDS.findall(lines[-1] if lines else "")}
 
 

@@ -10,15 +10,16 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from gpu_client import KEY, Answer, ask_all, wait_answer
 from gpu_machine import used_mib, wait_until
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-# `vllm snapshot create` wants its processes gone when they have ended: a shell reaps them.
-REAPING = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-REAPING += ["sh", "-c", '"$@"; exit $?', "sh"]
+# `vllm snapshot create` wants its processes gone when they have ended, and their numbers are to be
+# free for the restore: a PID namespace whose first process, a shell, reaps.
+NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c"]
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -97,30 +98,26 @@ class Upstream:
         (hub / "refs" / "main").write_text(REVISION)
         more = {"HF_HUB_CACHE": str(folder / "hub"), "CRIU_CUDA_PLUGIN_DIR": str(plugins)}
         self.environment |= {**more, "UV_USE_IO_URING": "0"}  # rings cannot be dumped
-        command = [*REAPING, *VLLM, "snapshot", "create", "bench/model", "--revision", REVISION]
-        command += ["--snapshot-dir", str(artifact), *arguments]
+        create = [*VLLM, "snapshot", "create", "bench/model", "--revision", REVISION]
+        create += ["--snapshot-dir", str(artifact), *arguments]
+        restore = [*VLLM, "snapshot", "restore", str(artifact), "--port", str(self.port)]
+        code = folder / "code"
+        text = f"{join(create)}; c=$?; echo $c >{code}.new; mv {code}.new {code}; "
+        text += f"[ $c = 0 ] || exit $c; {join(restore)}; exit $?"
+        since = self.log.stat().st_size if self.log.exists() else 0
         began = time.monotonic()
-        with self.log.open("ab") as log:
-            since = log.tell()
-            done = subprocess.run(
-                command,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                timeout=200,
-                check=False,
-            )
-        found: dict[str, Any] = {"code": done.returncode, "create_s": time.monotonic() - began}
-        if done.returncode == 0:
+        process = self._spawn([*NAMESPACE, text])
+        wait_until(lambda: code.exists() or process.poll() is not None, 240)
+        if not code.exists():
+            raise RuntimeError(f"no snapshot: {self.tail()}")
+        created = time.monotonic()
+        found: dict[str, Any] = {"code": int(code.read_text()), "create_s": created - began}
+        if found["code"] == 0:
             sizes = [path.stat().st_size for path in artifact.rglob("*") if path.is_file()]
             found["artifact_bytes"] = sum(sizes)
-            began = time.monotonic()
-            restore = ["snapshot", "restore", str(artifact), "--port", str(self.port)]
-            process = self._spawn([*REAPING, *VLLM, *restore])
             answered = wait_answer(self.port, "bench/model", 100, lambda: process.poll() is None)
             if answered is not None:
-                found["first_token_s"] = round(answered - began, 3)
+                found["first_token_s"] = round(answered - created, 3)
         found["said"] = self.log.read_bytes()[since:].decode(errors="replace").splitlines()[-6:]
         return found
 

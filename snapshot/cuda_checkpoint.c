@@ -3,7 +3,7 @@
  * The program `cuda-checkpoint` as CRIU's plug-in starts it, a dozen times while an engine stands still. It hands its
  * arguments to who holds the driver and says what comes back, in a millisecond; an interpreter takes twenty. Where
  * nobody answers it becomes cuda-checkpoint.py, which lies beside it and has all the rest: what a question and an
- * answer consist of, and what the arguments mean.
+ * answer consist of, and what the arguments mean. It is asked for help first of all, and has that too.
  */
 #include <limits.h>
 #include <stdio.h>
@@ -15,6 +15,13 @@
 #include <unistd.h>
 
 enum { MESSAGE = 4096, PATIENCE_S = 150 }; /* the holder's own limits are shorter */
+
+static const char USAGE[] =
+    "usage: cuda-checkpoint --get-state --pid PID\n"
+    "       cuda-checkpoint --get-restore-tid --pid PID\n"
+    "       cuda-checkpoint --action lock|checkpoint|restore|unlock --pid PID [--timeout MS]\n"
+    "       cuda-checkpoint --hold\n"
+    "Needs the NVIDIA driver 570 or newer. -h, -p and -t are short for --help, --pid and --timeout.\n";
 
 /* Write the question into `text`; return its length, 0 where it is too long. */
 static size_t ask(char *text, int argc, char **argv) {
@@ -46,6 +53,8 @@ static size_t talk(const char *path, char *text, size_t length) {
 int main(int argc, char **argv) {
     char text[MESSAGE], program[PATH_MAX], *said;
     const char *path = getenv("WARMHOLD_CUDA_SOCKET");
+    if (argc < 2 || (argc == 2 && (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0)))
+        return fputs(USAGE, stdout) < 0;
     size_t length = path && argc > 2 ? ask(text, argc, argv) : 0;
     if (length && talk(path, text, length)) {
         int code = (int)strtol(text, &said, 10);

@@ -204,6 +204,9 @@ def test_an_image_s_program_starts_no_interpreter(
     assert (done.returncode, done.stdout) == (0, "running\n")
     done = ask()
     assert (done.returncode, "cuda-checkpoint.py" in done.stderr) == (2, True)
+    for arguments in ([], ["-h"], ["--help"]):
+        said = subprocess.run([str(alone), *arguments], capture_output=True, text=True, timeout=20)
+        assert (said.returncode, said.stdout) == (0, cuda_checkpoint.USAGE)
 
 
 def test_help_is_what_the_plugin_looks_for(library: Path, tmp_path: Path) -> None:
