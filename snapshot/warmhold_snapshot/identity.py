@@ -28,6 +28,7 @@ SECRETS, FILES, SERVED, GPU = "secret.", "files.", "served", "gpu."
 _FLAGS, _PACKAGES = "cpu_flags", "packages"
 _SETS = (_FLAGS, _PACKAGES, SERVED, FILES)  # fields that are words, in the order of their names
 _SHOWN = 60
+_LISTED = 3
 _DIGITS = 16  # of a file's digest: enough to see that it changed
 
 
@@ -129,8 +130,21 @@ def require_equal(then: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Raise SnapshotError `snapshot.identity-mismatch` with every field that differs."""
     if differences := compare(then, now):
         lines = [difference.line() for difference in differences]
-        detail = "; ".join(lines)
+        detail = summarise(differences)
         raise SnapshotError("snapshot.identity-mismatch", detail, "create a new snapshot", lines)
+
+
+def summarise(differences: Sequence[Difference]) -> str:
+    """Given differences, return a line with the most telling ones: another image changes not only
+    its version, but variables and packages with it."""
+    lines = [difference.line() for difference in sorted(differences, key=_rank)]
+    shown, more = lines[:_LISTED], len(lines) - _LISTED
+    return "; ".join(shown + ([f"and {more} more"] if more > 0 else []))
+
+
+def _rank(difference: Difference) -> int:
+    name = difference.field
+    return -1 if name.startswith("version.") else int(name.startswith(("environment.", _PACKAGES)))
 
 
 def digest(key: bytes, text: str) -> str:

@@ -120,6 +120,16 @@ def test_a_mismatch_names_every_field() -> None:
     assert caught.value.lines == ("criu: 4.2.1 then, 5 now", "weights: w1 then, w2 now")
 
 
+def test_a_summary_begins_with_versions() -> None:
+    more: dict[str, Any] = {"packages": ["x"], "environment": {"A": "1", "B": "2"}}
+    versions = {"build": "b2", "vllm": "0.33.0"}
+    changed = collect(versions=versions, weights="w2", **more)
+    lines = identity.summarise(identity.compare(collect(), changed)).split("; ")
+    assert lines[:2] == ["version.build: b1 then, b2 now", "weights: w1 then, w2 now"]
+    assert lines[2].startswith("environment.A: ") and lines[3:] == ["and 4 more"]
+    assert identity.summarise(identity.compare(collect(), collect(weights="w2"))) == lines[1]
+
+
 def test_no_secret_can_be_read() -> None:
     text = json.dumps(collect())
     assert "sk-1" not in text and "<VLLM_API_KEY>" in text

@@ -20,7 +20,7 @@ import warmhold_wcache
 from warmhold_snapshot import check, criu, identity
 from warmhold_snapshot.artifact import Store
 from warmhold_snapshot.errors import SnapshotError
-from warmhold_snapshot.identity import Difference
+from warmhold_snapshot.identity import Difference, summarise
 from warmhold_snapshot.manifest import Manifest
 from warmhold_snapshot.mark import read_mark
 from warmhold_wcache.key import compare as compare_keys
@@ -288,7 +288,7 @@ def _reason_against(
     """Code, detail and remedy where an artifact cannot be restored now."""
     name = manifest.name
     if differences:
-        detail = f"{name}: " + "; ".join(item.line() for item in differences)
+        detail = f"{name}: {summarise(differences)}"
         return "snapshot.identity-mismatch", detail, _CREATE
     mark = read_mark(store.path(name))
     if mark is not None and not wanted and mark.circumstances == circumstances:
