@@ -117,11 +117,13 @@ def test_an_engine_is_snapshotted_and_comes_back(stack: Stack) -> None:
     status = stack.wait_ready()
     assert stack.roles() == before
     assert (status["mode"], status["starts"]) == ("disk", 1)
+    eventually(lambda: (stack.status() or {}).get("saved_as") == "one", "that it is told")
     assert stack.text().count("argv [") == 1
     for starts in (2, 3):
         kill_front(stack)
         status = stack.wait_ready(starts)
         assert (status["mode"], status["snapshot"]) == ("snapshot", "one")
+        assert status["saved_as"] == ""
         assert {"verify", "image", "weights", "canary", "first_token"} <= set(status["phases"])
         assert abs(sum(status["phases"].values()) - status["total_s"]) < 1e-6
         assert status["phases"]["unaccounted"] < 0.05 * status["total_s"]
@@ -165,6 +167,7 @@ def test_a_dump_that_fails_costs_nothing(stack: Stack) -> None:
     assert "error: snapshot.dump: " in made.stderr and "told to fail" in made.stderr
     status = stack.wait_ready()
     assert (stack.roles(), status["starts"], artifacts(stack)) == (before, 1, [])
+    assert status["saved_as"] == ""
 
 
 def test_an_engine_that_cannot_be_quiesced_goes_on(stack: Stack) -> None:

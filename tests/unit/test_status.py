@@ -28,6 +28,7 @@ FULL: Status = {
     "degraded": "",
     "mode": "disk",
     "snapshot": "",
+    "saved_as": "",
     "phase": None,
     "rejections": [
         {"mode": "snapshot", "code": "snapshot.absent", "detail": "why", "remedy": "do"},
@@ -132,6 +133,8 @@ def test_text_of_a_serving_engine() -> None:
     assert shown["last exit"] == "137: killed for memory"
     assert shown["starts"] == "3 (1 crashes)"
     assert shown["last start"] == "10.00 s: imports 9.00, weights 1.00, unaccounted 0.00"
+    assert "saved as" not in shown
+    assert rows({**FULL, "saved_as": "one"})["saved as"] == "one, for the next start"
 
 
 def test_text_before_the_first_start() -> None:

@@ -107,7 +107,7 @@ def _label(**labels: str) -> str:
 
 def render_status(status: Status) -> str:
     """Given a status, return it as lines of text, a name and a value each."""
-    last, uptime_s = status["last_exit"], status["uptime_s"]
+    last, uptime_s, saved_as = status["last_exit"], status["uptime_s"], status["saved_as"]
     # Upstream's carry a label: `vllm:NAME`.
     mode = " ".join(
         filter(None, [status["mode"], status["snapshot"] and f"({status['snapshot']})"])
@@ -120,6 +120,11 @@ def render_status(status: Status) -> str:
         *(
             (f"not {item['mode']}", f"{item['code']}: {item['detail']}")
             for item in status["rejections"]
+        ),
+        *(
+            [("saved as", f"{status['saved_as']}, for the next start")]
+            if status["saved_as"]
+            else []
         ),
         *([("weights", _weights_text(status["weights"]))] if status["weights"] else []),
         ("model", status["model"]),

@@ -40,6 +40,7 @@ class Story:
     phases: Phases | None = None
     weights: dict[str, Any] | None = field(default=None)
     degraded: str = ""  # what is wrong although it serves
+    saved_as: str = ""  # the last snapshot of this engine, made since it started
 
     @property
     def detail(self) -> str:
@@ -50,7 +51,7 @@ class Story:
         """Forget the attempt before, and say which one begins."""
         self.mode, self.snapshot, self.rejections = mode, snapshot, rejections
         self.serving_since = self.phases = self.weights = None
-        self.degraded = ""
+        self.degraded = self.saved_as = ""
         self.advance(State.TRYING, f"starting in mode {mode}")
 
     def advance(self, new: State, reason: str) -> None:
@@ -77,6 +78,11 @@ class Story:
         if not self.snapshot:
             self.mode = found["mode"]
             self.rejections = weights.correct(self.rejections, found)
+
+    def see_snapshot(self, name: str, code: str) -> None:
+        """Given the name of a snapshot in the making, and why there is none ("": it is there), keep
+        that."""
+        self.saved_as = self.saved_as if code else name
 
     def see_trouble(self, trouble: str) -> None:
         """Given what is wrong with what holds the engine's weights ("" for nothing), say so where
@@ -113,6 +119,7 @@ class Story:
             "degraded": self.degraded,
             "mode": self.mode,
             "snapshot": self.snapshot,
+            "saved_as": self.saved_as,
             "phase": phase if self.state is State.TRYING else None,
             "rejections": [dataclasses.asdict(item) for item in self.rejections],
             "weights": self.weights,

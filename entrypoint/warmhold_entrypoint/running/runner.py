@@ -254,9 +254,8 @@ class Runner:
 
     def _begin_snapshot(self, order: Order | None) -> None:
         assert self._process is not None
-        pid = self._process.pid
         try:
-            making = Snapshotting(order, self._settings, self._plan, pid, self._loop)
+            making = Snapshotting(order, self._settings, self._plan, self._process.pid, self._loop)
         except OSError as error:  # of memory, processes or descriptors there are too few
             _log.warning("no snapshot", code="snapshot.failed", detail=str(error))
             self._auto.note(self._plan, "snapshot.failed")
@@ -279,6 +278,7 @@ class Runner:
             self._start_prober()
         if making.over:
             self._auto.note(self._plan, making.code)
+            self._story.see_snapshot(making.name, making.code)
             self._snapshotting = None
         return fault
 
