@@ -121,11 +121,7 @@ def render_status(status: Status) -> str:
             (f"not {item['mode']}", f"{item['code']}: {item['detail']}")
             for item in status["rejections"]
         ),
-        *(
-            [("saved as", f"{status['saved_as']}, for the next start")]
-            if status["saved_as"]
-            else []
-        ),
+        *([("saved as", f"{saved_as}, for the next start")] if saved_as else []),
         *([("weights", _weights_text(status["weights"]))] if status["weights"] else []),
         ("model", status["model"]),
         ("url", status["url"]),
