@@ -30,6 +30,7 @@ from tree_stand import (
     end_tree,
     flip,
     lasting,
+    read_shared_kib,
     refused,
     rights_of,
     rounded,
@@ -122,7 +123,7 @@ class Course:
 
     def snapshot_while_serving(self) -> None:
         """With clients that never stop."""
-        self.beat = self.output.next_beat()
+        self.beat, shared_kib = self.output.next_beat(), read_shared_kib()
         self.notes = {"address": address(), "host": socket.gethostname()}
         with Storm() as storm:
             report = create(self.root, self.engine, self.store, "one", self.who, notes=self.notes)
@@ -135,6 +136,12 @@ class Course:
         tell("no client was cut", not storm.broken, storm.broken[:3] or storm.statuses)
         tell("goes on serving", lasting(ask_http()[1]) == self.before)
         tell("output goes on", self.output.next_beat() > self.beat)
+        still_kib = read_shared_kib()
+        tell(
+            "shared memory stays shared",
+            still_kib > shared_kib / 2,
+            f"{shared_kib}, {still_kib} KiB",
+        )
         self.manifest = self.store.read("one")
         tell("canary", self.manifest.canary == self.before)
         names = [file.name for file in self.manifest.shm]

@@ -133,6 +133,12 @@ def ask_http() -> tuple[int, dict]:
         connection.close()
 
 
+def read_shared_kib() -> int:
+    """KiB of its memory that the worker shares with its parents, since they were forked."""
+    text = Path(f"/proc/{control('state')['worker']}/smaps_rollup").read_text()
+    return int(text.partition("Shared_Dirty:")[2].split()[0])
+
+
 class TreeEngine:
     """The tree as `create` speaks to an engine."""
 
