@@ -19,6 +19,7 @@ from warmhold_entrypoint.gpus.gpu_memory import (
     read_free,
     wait_for_memory,
 )
+from warmhold_entrypoint.running import tree
 
 UUID = "00010203-0405-0607-0809-0a0b0c0d0e0f"
 GIB = 1 << 30
@@ -112,3 +113,9 @@ def test_who_holds_a_gpu_is_read_off_the_descriptors(
         monkeypatch.setattr(gpu_memory, "is_device", lambda link: link == str(held))
         assert f":{os.getpid()}" in describe_holders(Need({}))
     assert describe_holders(Need({})) == "no process of this container"
+
+
+def test_who_keeps_the_driver_awake_holds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [tree.Process(7, 1, 1, "cuda-checkpoint"), tree.Process(8, 1, 1, "python3")]
+    monkeypatch.setattr(gpu_memory, "find_holders", lambda: found)
+    assert describe_holders(Need({})) == "python3:8"

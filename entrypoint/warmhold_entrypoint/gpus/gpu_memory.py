@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from warmhold_snapshot.cuda import PROGRAM
+
 from ..arguments import EngineArguments
 from ..log import Log
 from ..running import tree
@@ -138,8 +140,10 @@ def is_device(link: str) -> bool:
 
 
 def describe_holders(need: Need) -> str:
-    """Given the need, name who holds memory of the GPUs."""
-    names = [f"{process.name}:{process.pid}" for process in find_holders()]
+    """Given the need, name who holds memory of the GPUs. Who keeps the driver awake for a restore
+    has none."""
+    holders = [process for process in find_holders() if process.name != PROGRAM]
+    names = [f"{process.name}:{process.pid}" for process in holders]
     if need.others_bytes:
         names.append(f"other resident weights ({need.others_bytes // _MIB} MiB)")
     return ", ".join(names) or "no process of this container"
