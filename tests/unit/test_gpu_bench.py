@@ -70,3 +70,23 @@ def test_answers_are_compared() -> None:
     assert client.compare(first, first) == {"of": 2, "tokens": 2, "logprobs": 2}
     now = [[["a", -1.5]], [["c", -2.0]]]
     assert client.compare(now, first) == {"of": 2, "tokens": 1, "logprobs": 0}
+
+
+@pytest.mark.usefixtures("bench")
+def test_a_table_becomes_a_benchmarks_result() -> None:
+    machine = {"kernel": "6", "cores": 16, "gpus": ["G"]}
+    ours = [
+        {"first_token_s": 2.0 + n, "phases": {"image": 1.5, "unaccounted": 0.1}} for n in (0, 1, 2)
+    ]
+    rows = {
+        "machine": [machine],
+        "1gb snapshot": ours,
+        "1gb upstream ipc_cache": [{"first_token_s": 60.0}],
+    }
+    found = {"date": "d", "command": "c OUT, warm", "vllm": "v", "runs": {"r": rows}}
+    result = load("gpu_chart").build_result(found, "r", "1gb")
+    upstream, snapshot = result.rows
+    assert (upstream.name, upstream.median_s, upstream.speedup) == ("vLLM's ipc_cache", 60.0, 1.0)
+    assert (snapshot.median_s, snapshot.speedup, snapshot.count) == (3.0, 20.0, 3)
+    assert snapshot.phases == {"image": 1.5, "unaccounted": 1.5}
+    assert (result.command, result.model) == ("c OUT", "1 GB")

@@ -73,8 +73,8 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def draw(result: Result) -> Figure:
-    """Given a result, return the figure of its rows."""
+def draw(result: Result, baseline_name: str = BASELINE) -> Figure:
+    """Given a result and the baseline of its rows, return their figure."""
     longest_s = max((row.median_s or 0.0 for row in result.rows), default=0.0) or 1.0
     short = [row for row in result.rows if row.median_s and row.median_s < _SHORT * longest_s]
     heights = [len(result.rows) + 0.6, *([len(short) + 0.6] if short else []), _LEGEND_ROWS]
@@ -86,7 +86,8 @@ def draw(result: Result) -> Figure:
         axes[1].set_title("the short ones, magnified", loc="left", fontsize=10, color=FAINT)
     _draw_legend(axes[-1], result)
     figure.suptitle(
-        f"vLLM restart, start → first token: {result.model}, medians ({TIMES}: than {BASELINE})",
+        f"vLLM restart, start → first token: {result.model},"
+        f" medians ({TIMES}: than {baseline_name})",
         x=0.01,
         ha="left",
         fontsize=13,

@@ -85,11 +85,12 @@ def complete(phases: dict[str, float], total_s: float) -> dict[str, float]:
     return {**shown, UNACCOUNTED: left_s}
 
 
-def summarise(starts: Sequence[Start]) -> list[Row]:
-    """Given all starts, return a row for each name, in the order of their first starts."""
+def summarise(starts: Sequence[Start], baseline_name: str = BASELINE) -> list[Row]:
+    """Given all starts and the baseline's name, return a row for each name, in the order of their
+    first starts."""
     names = list(dict.fromkeys(start.name for start in starts))
     groups = {name: [start for start in starts if start.name == name] for name in names}
-    baseline = _median(groups.get(BASELINE, []))
+    baseline = _median(groups.get(baseline_name, []))
     rows = []
     for name, group in groups.items():
         times = _times(group)
