@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole product on two GPUs, outside a container: upstream's `vllm preload` holds the weights.
+"""The whole product on one GPU or two, outside a container: upstream's `vllm preload` holds the
+weights.
 
-Tensor parallel 2, a random 1 GB Llama, eager. The tests share one stack and follow each other: it
-serves, its engine is killed and comes back from the same holder, its holder is killed and comes
-back with the next engine, it ends and leaves nothing. What fails prints the log's ends.
+Tensor parallel over the GPUs that there are, two at most, a random 1 GB Llama, eager. The tests
+share one stack and follow each other: it serves, its engine is killed and comes back from the same
+holder, its holder is killed and comes back with the next engine, it ends and leaves nothing. What
+fails prints the log's ends.
 """
 
 import contextlib
@@ -23,10 +25,6 @@ from gpu_stand import MIB, ROOT, say
 
 START_S, RESTART_S, LOOK_S, TELL_S = 330.0, 200.0, 60.0, 5.0
 SLACK_MIB = 512
-ARGUMENTS = [
-    *("--tensor-parallel-size", "2", "--max-model-len", "1024", "--enforce-eager"),
-    *("--gpu-memory-utilization", "0.2", "--disable-custom-all-reduce"),
-]
 # NVLink multicast can put a host's GPUs out of service, which others share: never used here.
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -40,23 +38,28 @@ HOLDER_MARK = "30632"
 
 
 def used_mib() -> list[int]:
-    """MiB in use on each GPU, by whomever; [] without any."""
+    """MiB in use on each GPU, of two at most, by whomever; [] without any."""
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    return [int(word) for word in done.stdout.split()] if done.returncode == 0 else []
+    return [int(word) for word in done.stdout.split()[:2]] if done.returncode == 0 else []
 
 
+GPUS = len(used_mib())
+ARGUMENTS = [
+    *("--tensor-parallel-size", str(GPUS), "--max-model-len", "1024", "--enforce-eager"),
+    *("--gpu-memory-utilization", "0.2", "--disable-custom-all-reduce"),
+]
 pytestmark = [
-    pytest.mark.skipif(len(used_mib()) < 2, reason="fewer than two GPUs here"),
+    pytest.mark.skipif(not GPUS, reason="no GPU here"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 # What one test saw, for those after it.
 seen: dict[str, Any] = {}
 
 
-class TwoGpus:
+class Held:
     """The running stack, with its folder and what its tests ask."""
 
     def __init__(self, folder: Path) -> None:
@@ -75,7 +78,8 @@ class TwoGpus:
             folder,
             str(model),
             gpu_machine.prepare_tools(folder / "tools", None),
-            WARMHOLD_WCACHE="auto",
+            WARMHOLD_WCACHE="auto" if GPUS > 1 else "vllm",
+            CUDA_VISIBLE_DEVICES=",".join(map(str, range(GPUS))),
             WARMHOLD_READY_TIMEOUT_S=str(START_S),
             WARMHOLD_MAX_FAILURES="1",
             WARMHOLD_CANARY_INTERVAL_S="3",
@@ -130,7 +134,7 @@ class TwoGpus:
         """What each process of the holder says that it holds."""
         from warmhold_entrypoint.weight_cache.ranks import ask_ranks
 
-        return list(ask_ranks(self.sockets, 2, 10.0).by_socket.values())
+        return list(ask_ranks(self.sockets, GPUS, 10.0).by_socket.values())
 
     def tell(self) -> None:
         """Print the ends of the log: warmhold's and supervisord's own lines, the holder's, all."""
@@ -149,20 +153,20 @@ class TwoGpus:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[TwoGpus]:
+def stand() -> Iterator[Held]:
     folder = Path("/tmp/wh2")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    made = TwoGpus(folder)
+    made = Held(folder)
     yield made
     made.stack.stop()
     out = os.environ.get("OUT")
     if out:
-        shutil.copy(made.log, Path(out) / "two-gpus.log")
+        shutil.copy(made.log, Path(out) / "holder.log")
 
 
 @pytest.fixture
-def told(two: TwoGpus) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+def told(stand: Held) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
     """A context in which a failure prints the log's ends."""
 
     @contextlib.contextmanager
@@ -170,48 +174,50 @@ def told(two: TwoGpus) -> Iterator[Callable[[], contextlib.AbstractContextManage
         try:
             yield
         except BaseException:
-            two.tell()
+            stand.tell()
             raise
 
     yield telling
 
 
-def test_it_serves_from_the_holder(two: TwoGpus, told: Any) -> None:
+def test_it_serves_from_the_holder(stand: Held, told: Any) -> None:
     seen["before"] = used_mib()
     with told():
         began = time.monotonic()
-        two.stack.start(ARGUMENTS)
-        status = two.wait_ready(1, START_S)
+        stand.stack.start(ARGUMENTS)
+        status = stand.wait_ready(1, START_S)
         say(f"ready after {time.monotonic() - began:.1f} s: {status['phases']}")
         say(f"weights {status['weights']}")
         assert status["mode"] == "ipc_cache", status["rejections"]
-        held = two.held_bytes()
-        say(f"held {held}, holder {two.holder()}, used {used_mib()} MiB")
-        assert len(held) == 2 and all(held)
-        # Each has its half; norms and such are whole on both.
-        assert 0.9 * two.weights_bytes < sum(size or 0 for size in held) < 1.3 * two.weights_bytes
-        seen["answers"] = two.stack.ask_all()
-        seen["holder"], seen["held"] = set(two.holder()), held
+        held = stand.held_bytes()
+        say(f"held {held}, holder {stand.holder()}, used {used_mib()} MiB")
+        assert len(held) == GPUS and all(held)
+        # Of two each has its half; norms and such are whole on both.
+        assert (
+            0.9 * stand.weights_bytes < sum(size or 0 for size in held) < 1.3 * stand.weights_bytes
+        )
+        seen["answers"] = stand.stack.ask_all()
+        seen["holder"], seen["held"] = set(stand.holder()), held
         seen["used"] = used_mib()
-        assert len(seen["holder"]) >= 3
+        assert len(seen["holder"]) >= GPUS
 
 
-def test_snapshots_say_why_they_do_not_apply(two: TwoGpus, told: Any) -> None:
+def test_snapshots_say_why_they_do_not_apply(stand: Held, told: Any) -> None:
     assert "answers" in seen, "it does not serve"
     with told():
-        against = {item["mode"]: item["code"] for item in two.stack.status()["rejections"]}
+        against = {item["mode"]: item["code"] for item in stand.stack.status()["rejections"]}
         assert against == {"snapshot": "snapshot.backend"}
-        code, out, error = two.stack.run("snapshot-create", limit_s=60)
+        code, out, error = stand.stack.run("snapshot-create", limit_s=60)
         say(f"snapshot-create ended with {code}: {(out + error).strip()}")
         assert code == 73 and "snapshot.backend" in error
-        assert two.stack.status()["ready"]
+        assert stand.stack.status()["ready"]
 
 
-def test_a_killed_engine_comes_back_from_the_same_holder(two: TwoGpus, told: Any) -> None:
+def test_a_killed_engine_comes_back_from_the_same_holder(stand: Held, told: Any) -> None:
     assert "answers" in seen, "it does not serve"
     with told():
         began = time.monotonic()
-        two.stack.kill_engine()
+        stand.stack.kill_engine()
         lows = used_mib()
         while time.monotonic() - began < 6.0:  # a new engine imports for longer than that
             lows = [min(pair) for pair in zip(lows, used_mib(), strict=True)]
@@ -219,11 +225,11 @@ def test_a_killed_engine_comes_back_from_the_same_holder(two: TwoGpus, told: Any
         say(f"used {seen['before']} before all, {seen['used']} serving, {lows} without an engine")
         for before, low, size in zip(seen["before"], lows, seen["held"], strict=True):
             assert low - before >= size // MIB, "the holder has its weights"
-        status = two.wait_ready(2, RESTART_S)
+        status = stand.wait_ready(2, RESTART_S)
         say(f"answered again after {time.monotonic() - began:.1f} s: {status['phases']}")
         assert status["mode"] == "ipc_cache" and status["degraded"] == ""
-        assert set(two.holder()) == seen["holder"] and two.held_bytes() == seen["held"]
-        answers = two.stack.ask_all()
+        assert set(stand.holder()) == seen["holder"] and stand.held_bytes() == seen["held"]
+        answers = stand.stack.ask_all()
         equal = sum(now == then for now, then in zip(answers, seen["answers"], strict=True))
         say(f"{equal} of {len(answers)} answers equal with their log-probabilities")
         tokens = [[token for token, _ in answer] for answer in answers]
@@ -235,36 +241,36 @@ def test_a_killed_engine_comes_back_from_the_same_holder(two: TwoGpus, told: Any
         seen["again"] = True
 
 
-def test_a_holder_that_dies_comes_back_with_the_engine(two: TwoGpus, told: Any) -> None:
+def test_a_holder_that_dies_comes_back_with_the_engine(stand: Held, told: Any) -> None:
     assert "again" in seen, "it did not come back"
     with told():
-        pids = [pid for pid in seen["holder"] if is_rank(pid, two.sockets)]
-        say(f"ranks {pids} of {two.holder()}")
-        assert len(pids) == 2
-        engine = two.stack.status()["pid"]
+        pids = [pid for pid in seen["holder"] if is_rank(pid, stand.sockets)]
+        say(f"ranks {pids} of {stand.holder()}")
+        assert len(pids) == GPUS
+        engine = stand.stack.status()["pid"]
         os.kill(pids[-1], signal.SIGKILL)
-        status = two.wait(lambda status: status["degraded"], "degraded", LOOK_S)
+        status = stand.wait(lambda status: status["degraded"], "degraded", LOOK_S)
         say(f"degraded: {status['degraded']}")
         assert status["ready"] and status["pid"] == engine
-        assert two.stack.ask_all() == two.stack.ask_all()
-        two.stack.kill_engine()
-        status = two.wait_ready(3, START_S)
+        assert stand.stack.ask_all() == stand.stack.ask_all()
+        stand.stack.kill_engine()
+        status = stand.wait_ready(3, START_S)
         assert status["mode"] == "ipc_cache" and status["degraded"] == ""
-        assert not set(two.holder()) & seen["holder"]
+        assert not set(stand.holder()) & seen["holder"]
         now = used_mib()
         say(f"used {seen['used']} MiB at the first engine, {now} with a new holder")
         for first, second in zip(seen["used"], now, strict=True):
             assert second < first + SLACK_MIB, "nothing is there twice"
 
 
-def test_it_ends_and_leaves_nothing(two: TwoGpus, told: Any) -> None:
+def test_it_ends_and_leaves_nothing(stand: Held, told: Any) -> None:
     assert "answers" in seen, "it does not serve"
     with told():
-        two.stack.stop()
+        stand.stack.stop()
         deadline = time.monotonic() + 30
-        while two.holder() and time.monotonic() < deadline:
+        while stand.holder() and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert two.holder() == {}
+        assert stand.holder() == {}
         limits = [before + 64 for before in seen["before"]]
         now = used_mib()
         while not fits(now, limits) and time.monotonic() < deadline:
