@@ -7,14 +7,18 @@ Each row is a size of random weights and a way to start; a value is the time to 
 HTTP of the whole multi-process server: from `supervisorctl start engine` for ours (`runner_s`: from
 the engine's own start), in the row of kills from a SIGKILL, from the process's start for vLLM
 alone. Caches are warm but in the first starts, which run at once. What OUT/restarts.json has is not
-measured again, so that a run that was cut off goes on. Sizes are done in the order given, each on
-its own GPU where there are several.
+measured again, so that a run that was cut off goes on.
+
+Several sizes go through the same stages, ours on the GPUs in turn, vLLM alone on the next one. What
+takes a minute runs for all at once (first starts, ipc_cache, disk, vLLM's own rows); snapshots and
+kills for one size after the other, while the other engines stand idle.
 """
 
 import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -51,12 +55,12 @@ def make_model(table: Table, job: Job) -> None:
     time.sleep(2.5)  # so that the digest of its files is kept
 
 
-def begin(table: Table, job: Job, beside: int, pool: ThreadPoolExecutor) -> None:
+def begin(table: Table, job: Job, beside: int, skip: list[str], pool: ThreadPoolExecutor) -> None:
     """Boot our product where rows of it are left: with empty caches at first. Meanwhile vLLM alone
     fills its own caches, where they are wanted."""
     make_model(table, job)
     warming = [pool.submit(warm_upstream, table, job)] if job.compared else []
-    if lacks_ours(table, job):
+    if lacks_ours(table, job, skip):
         job.stack.start(ENGINE)
         status = job.stack.wait_ready(1, 420)
         value = {"runner_s": status["total_s"], "beside": beside, **describe(status)}
@@ -66,24 +70,32 @@ def begin(table: Table, job: Job, beside: int, pool: ThreadPoolExecutor) -> None
         warm.result()
 
 
-def measure_ours(table: Table, job: Job, logs: Path, skip: list[str]) -> None:
-    """Our rows of a size whose engine serves, and has just filled the caches."""
+def measure_ours(
+    table: Table, jobs: list[Job], logs: Path, skip: list[str], pool: ThreadPoolExecutor
+) -> None:
+    """Our rows of sizes whose engines serve, and have just filled the caches."""
+
+    def together(measure: Callable[[Job], None]) -> None:
+        list(pool.map(measure, jobs))
+
     if "compiled" not in skip:
-        measure_snapshots(table, job, logs, "compiled ")
+        for job in jobs:
+            measure_snapshots(table, job, logs, "compiled ")
     if "ipc_cache" not in skip:
-        measure_cache(table, job, 1)
-    measure_snapshots(table, job, logs)
-    measure_kills(table, job)
-    table.fill(f"{job.size} processes", 1, lambda: show_processes(job))
+        together(lambda job: measure_cache(table, job, 1))
+    for job in jobs:
+        measure_snapshots(table, job, logs)
+        measure_kills(table, job)
+        table.fill(f"{job.size} processes", 1, partial(show_processes, job))
     if "ipc_cache" not in skip:
-        measure_cache(table, job, COUNTS[job.size]["ipc_cache"])
+        together(lambda job: measure_cache(table, job, job.counts["ipc_cache"]))
     if "disk" not in skip:
-        measure_disk(table, job)
+        together(lambda job: measure_disk(table, job))
 
 
 def measure_upstream(table: Table, job: Job, plugins: Path | None) -> None:
     """vLLM's own rows of a size; nothing else runs on that GPU."""
-    size, counts, engine = job.size, COUNTS[job.size], job.upstream
+    size, counts, engine, gpu = job.size, job.counts, job.upstream, job.upstream.gpu
 
     def serve(cached: bool) -> dict[str, Any]:
         seconds = engine.serve(ENGINE, cached)
@@ -92,12 +104,12 @@ def measure_upstream(table: Table, job: Job, plugins: Path | None) -> None:
         return {"first_token_s": round(seconds, 3), "equal": equal}
 
     if table.lacks(f"{size} upstream ipc_cache", counts["ipc_cache"]):
-        empty_mib = used_mib(job.gpu)
+        empty_mib = used_mib(gpu)
 
         def hold() -> dict[str, Any]:
             seconds = engine.preload(ENGINE)
             weights = SHAPES[size].size_bytes / MIB
-            used = used_mib(job.gpu) - empty_mib
+            used = used_mib(gpu) - empty_mib
             return {"ready_s": seconds, "weights_mib": weights, "used_mib": used}
 
         if not table.is_over() and table.measure(f"{size} upstream preload", hold):
@@ -131,6 +143,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--upstream", default="", help="sizes whose upstream rows are wanted too")
     parser.add_argument("--skip", default="", help="of ours: compiled,ipc_cache,disk")
+    parser.add_argument("--few", action="store_true", help="all sizes as seldom as 1gb")
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds; see Table")
     given = parser.parse_args()
     sys.path[:0] = PACKAGES
@@ -141,7 +154,7 @@ def main() -> None:
     machine = describe_machine(tools, criu)
     table.fill("machine", 1, lambda: machine)
     table.say(f"memory touched in {touch_memory():.1f} s")
-    plugins = criu and criu / "plugins"
+    plugins, skip = criu and criu / "plugins", given.skip.split(",")
     jobs = []
     for index, size in enumerate(given.sizes):
         folder, gpu, model = given.folder / size, index % given.gpus, given.models / size
@@ -150,25 +163,24 @@ def main() -> None:
         more |= {} if criu is None else {"CRIU_CUDA_PLUGIN_DIR": str(criu / "plugins")}
         environment = build_environment(folder, str(model), tools, **more)
         stack = Stack(environment, given.out / f"{size}.log", 8100 + index)
-        upstream = Upstream(folder, str(model), gpu, 8200 + index)
+        upstream = Upstream(folder, str(model), (index + 1) % given.gpus, 8200 + index)
+        counts = COUNTS["1gb" if given.few else size]
         compared = size in given.upstream.split(",")
-        jobs.append(Job(size, stack, upstream, gpu, compared))
+        jobs.append(Job(size, stack, upstream, gpu, counts, compared))
     with ExitStack() as ending, ThreadPoolExecutor() as pool:
         for job in jobs:
             ending.callback(job.stack.stop)
             ending.callback(job.upstream.stop)
-        starts = [pool.submit(begin, table, job, len(jobs) - 1, pool) for job in jobs]
+        starts = [pool.submit(begin, table, job, len(jobs) - 1, skip, pool) for job in jobs]
         for job, start in zip(jobs, starts, strict=True):
             if error := start.exception():
                 table.say(f"FAILED {job.size} did not start: {error!r}"[-6000:])
         running = [job for job in jobs if job.stack.is_running]
-        for job in running:
-            measure_ours(table, job, given.folder / "logs", given.skip.split(","))
+        measure_ours(table, running, given.folder / "logs", skip, pool)
         for job in running:
             job.stack.stop()
-        for job in jobs:
-            if job.compared:
-                measure_upstream(table, job, plugins)
+        compared = [job for job in jobs if job.compared]
+        list(pool.map(lambda job: measure_upstream(table, job, plugins), compared))
     table.summarise("first_token_s")
     table.summarise("runner_s")
 

@@ -4,6 +4,7 @@ again, and every value is written as soon as it is known."""
 
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +12,14 @@ from typing import Any
 
 
 class Table:
-    """Rows by name, each a list of values, in a JSON file. No value is measured any more once
-    `limit_s` have passed: what is left is for the next run."""
+    """Rows by name, each a list of values, in a JSON file; threads may share it. No value is
+    measured any more once `limit_s` have passed: what is left is for the next run."""
 
     def __init__(self, path: Path, limit_s: float = float("inf")) -> None:
         self.path, self._limit_s = path, limit_s
         self.rows: dict[str, list[Any]] = {}
         self.failures: list[str] = []
-        self._began = time.monotonic()
+        self._began, self._writing = time.monotonic(), threading.Lock()
         if path.exists():
             self.rows = json.loads(path.read_text())["rows"]
             self.say(f"{len(self.rows)} rows are kept")
@@ -53,11 +54,12 @@ class Table:
 
     def add(self, name: str, value: Any) -> None:
         """Add a value to a row, and write the table."""
-        self.rows.setdefault(name, []).append(value)
-        text = json.dumps({"rows": self.rows, "failures": self.failures}, indent=1)
-        new = self.path.with_suffix(".new")
-        new.write_text(text)
-        new.replace(self.path)
+        with self._writing:
+            self.rows.setdefault(name, []).append(value)
+            text = json.dumps({"rows": self.rows, "failures": self.failures}, indent=1)
+            new = self.path.with_suffix(".new")
+            new.write_text(text)
+            new.replace(self.path)
         self.say(f"{name}: {json.dumps(value)}")
 
     def say(self, text: str) -> None:

@@ -19,6 +19,8 @@ CHILDREN = ROOT / "tests" / "gpu"
 MIB = 1 << 20
 # What a reading of GPU memory may be off by: contexts come and go in pieces.
 SLACK_BYTES = 96 * MIB
+# One GPU is used, by its index; nvidia-smi does not know CUDA's variable.
+GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
 def say(text: str) -> None:
@@ -28,7 +30,7 @@ def say(text: str) -> None:
 
 def used_bytes() -> int:
     """Bytes of the GPU's memory that are in use, by whomever."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", GPU]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     return int(done.stdout) * MIB
 

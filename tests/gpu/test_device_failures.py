@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_stand import ROOT, say, used_bytes
+from gpu_stand import GPU, ROOT, say, used_bytes
 
 FOLDER = Path("/tmp/warmhold-failures")
 CRIU = os.environ.get("WARMHOLD_GPU_TEST_CRIU", "")
@@ -61,7 +61,7 @@ def stack() -> Iterator[Any]:
     subprocess.run([sys.executable, str(script), str(model), "1gb"], check=True, timeout=200)
     tools = gpu_machine.prepare_tools(FOLDER / "tools", criu)
     gpu_machine.describe_machine(tools, criu)  # where a right is missing it makes do
-    more = {"CRIU_CUDA_PLUGIN_DIR": str(criu / "plugins"), "CUDA_VISIBLE_DEVICES": "0"}
+    more = {"CRIU_CUDA_PLUGIN_DIR": str(criu / "plugins"), "CUDA_VISIBLE_DEVICES": GPU}
     more |= {"WARMHOLD_GPU_WAIT_S": "10"}
     environment = gpu_stack.build_environment(FOLDER, str(model), tools, **more)
     made = gpu_stack.Stack(environment, FOLDER / "log", 8125)

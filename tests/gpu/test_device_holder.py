@@ -216,6 +216,7 @@ def test_snapshots_say_why_they_do_not_apply(stand: Held, told: Any) -> None:
 def test_a_killed_engine_comes_back_from_the_same_holder(stand: Held, told: Any) -> None:
     assert "answers" in seen, "it does not serve"
     with told():
+        say(f"in /dev/shm {shared_files()}")
         began = time.monotonic()
         stand.stack.kill_engine()
         lows = used_mib()
@@ -223,6 +224,7 @@ def test_a_killed_engine_comes_back_from_the_same_holder(stand: Held, told: Any)
             lows = [min(pair) for pair in zip(lows, used_mib(), strict=True)]
             time.sleep(0.25)
         say(f"used {seen['before']} before all, {seen['used']} serving, {lows} without an engine")
+        say(f"in /dev/shm {shared_files()}")
         for before, low, size in zip(seen["before"], lows, seen["held"], strict=True):
             assert low - before >= size // MIB, "the holder has its weights"
         status = stand.wait_ready(2, RESTART_S)
@@ -278,6 +280,10 @@ def test_it_ends_and_leaves_nothing(stand: Held, told: Any) -> None:
             now = used_mib()
         say(f"used {seen['before']} MiB before all, {now} after")
         assert fits(now, limits)
+
+
+def shared_files() -> list[str]:
+    return sorted(path.name for path in Path("/dev/shm").iterdir())
 
 
 def fits(used: list[int], limits: list[int]) -> bool:
