@@ -41,7 +41,7 @@ def touch_memory(share: float = 0.75) -> float:
     """Use most of the free memory once, by a process for each core; return the seconds. A virtual
     machine that was just started gets memory page by page as it is used, and is slow meanwhile."""
     began = time.monotonic()
-    free_kib = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
+    free_kib = int(Path("/proc/meminfo").read_text().partition("MemFree:")[2].split()[0])
     count = os.cpu_count() or 1
     size = int(free_kib * share / count) << 10
     code = f"import mmap; mmap.mmap(-1, {size}, flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE)"

@@ -4,13 +4,15 @@
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +23,8 @@ MIB = 1 << 20
 SLACK_BYTES = 96 * MIB
 # One GPU is used, by its index; nvidia-smi does not know CUDA's variable.
 GPU = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+CRIU = os.environ.get("WARMHOLD_GPU_TEST_CRIU", "")
+PATIENCE_S = 240.0
 
 
 def say(text: str) -> None:
@@ -138,6 +142,35 @@ class Vault:
         with VaultClient(self.socket) as client:
             for row in client.stat():
                 client.drop(row["id"], force=True)
+
+
+@contextmanager
+def running_stack(name: str, size: str, arguments: list[str]) -> Iterator[Any]:
+    """The whole product without a container (bench/gpu_stack.py), whose engine serves a random
+    model of that size, with the criu that WARMHOLD_GPU_TEST_CRIU names."""
+    sys.path[:0] = [str(ROOT / part) for part in ("bench", "entrypoint", "snapshot", "wcache")]
+    import gpu_machine
+    import gpu_stack
+
+    folder, criu = Path(f"/tmp/warmhold-{name}"), Path(CRIU).resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    model, script = folder / "model", ROOT / "bench" / "gpu_model.py"
+    subprocess.run([sys.executable, str(script), str(model), size], check=True, timeout=200)
+    tools = gpu_machine.prepare_tools(folder / "tools", criu)
+    gpu_machine.describe_machine(tools, criu)  # where a right is missing it makes do
+    more = {"CRIU_CUDA_PLUGIN_DIR": str(criu / "plugins"), "CUDA_VISIBLE_DEVICES": GPU}
+    more |= {"WARMHOLD_GPU_WAIT_S": "10"}
+    environment = gpu_stack.build_environment(folder, str(model), tools, **more)
+    made = gpu_stack.Stack(environment, folder / "log", 8125)
+    try:
+        made.start(arguments)
+        made.wait_ready(1, PATIENCE_S)
+        yield made
+    finally:
+        made.stop()
+        if os.environ.get("OUT"):
+            shutil.copy(made.log, Path(os.environ["OUT"]) / f"{name}.log")
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def tell(value: object) -> None:

@@ -26,7 +26,7 @@ ANSWER = SamplingParams(
 
 
 def start(job: dict[str, Any]) -> LLM:
-    """The engine, on a fifth of the GPU."""
+    """The engine, on a fifth of the GPU, or with a KV cache of a size that is given."""
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [8, 24]}
     own = job["load_format"] == "warmhold"
     return LLM(
@@ -35,7 +35,8 @@ def start(job: dict[str, Any]) -> LLM:
         model_loader_extra_config=job.get("extra", {}),
         skip_tokenizer_init=True,
         max_model_len=1024,
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=job.get("share", 0.2),
+        kv_cache_memory_bytes=job.get("kv_bytes"),
         enable_prefix_caching=False,
         enforce_eager=not job.get("graphs", False),
         enable_sleep_mode=True,

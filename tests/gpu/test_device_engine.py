@@ -185,6 +185,16 @@ def test_a_hit(vault: Vault, model: Path, empty: int, graphs: bool) -> None:
     wait_for_used(near(empty + found["resident"]))
 
 
+def test_a_hit_of_weights_that_exceed_the_share(vault: Vault, model: Path, empty: int) -> None:
+    """With the KV cache's size given the share sizes nothing, as in a start from disk."""
+    job = {"extra": {"source": "ipc_cache"}, "share": 0.004, "kv_bytes": 1 << 30}
+    with start(model, vault, **job) as child:
+        assert read_report(vault, found["now"]["pid"])["mode"] == "ipc_cache"
+        assert same_answers(found["now"], found["disk"]), "other than the first start's"
+        child.kill()
+    wait_for_used(near(empty + found["resident"]))
+
+
 def test_afterwards_the_bytes_are_sound_and_can_be_dropped(vault: Vault, empty: int) -> None:
     with VaultClient(vault.socket) as client:
         (row,) = client.stat()

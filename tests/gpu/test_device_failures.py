@@ -9,7 +9,6 @@ its plug-in: WARMHOLD_GPU_TEST_CRIU names the folder (tests/gpu/README.md).
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -20,13 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_stand import GPU, ROOT, say, used_bytes
+from gpu_stand import CRIU, PATIENCE_S, running_stack, say, used_bytes
 
-FOLDER = Path("/tmp/warmhold-failures")
-CRIU = os.environ.get("WARMHOLD_GPU_TEST_CRIU", "")
 ARGUMENTS = ["--max-model-len", "1024", "--enforce-eager", "--gpu-memory-utilization", "0.2"]
 LEFT_BYTES = 300 << 20  # less than a CUDA context takes
-PATIENCE_S = 240.0
 HOG = f"""
 import sys, torch
 free, _ = torch.cuda.mem_get_info()
@@ -50,29 +46,8 @@ def eventually(question: Callable[[], Any], what: str, poll_s: float = 0.05) -> 
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Any]:
-    packages = [str(ROOT / name) for name in ("bench", "entrypoint", "snapshot", "wcache")]
-    sys.path[:0] = packages
-    import gpu_machine
-    import gpu_stack
-
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    model, criu = FOLDER / "model", Path(CRIU).resolve()
-    script = ROOT / "bench" / "gpu_model.py"
-    subprocess.run([sys.executable, str(script), str(model), "1gb"], check=True, timeout=200)
-    tools = gpu_machine.prepare_tools(FOLDER / "tools", criu)
-    gpu_machine.describe_machine(tools, criu)  # where a right is missing it makes do
-    more = {"CRIU_CUDA_PLUGIN_DIR": str(criu / "plugins"), "CUDA_VISIBLE_DEVICES": GPU}
-    more |= {"WARMHOLD_GPU_WAIT_S": "10"}
-    environment = gpu_stack.build_environment(FOLDER, str(model), tools, **more)
-    made = gpu_stack.Stack(environment, FOLDER / "log", 8125)
-    try:
-        made.start(ARGUMENTS)
-        made.wait_ready(1, PATIENCE_S)
+    with running_stack("failures", "1gb", ARGUMENTS) as made:
         yield made
-    finally:
-        made.stop()
-        if os.environ.get("OUT"):
-            shutil.copy(made.log, Path(os.environ["OUT"]) / "failures.log")
 
 
 @contextmanager

@@ -119,3 +119,18 @@ def test_who_keeps_the_driver_awake_holds_no_memory(monkeypatch: pytest.MonkeyPa
     found = [tree.Process(7, 1, 1, "cuda-checkpoint"), tree.Process(8, 1, 1, "python3")]
     monkeypatch.setattr(gpu_memory, "find_holders", lambda: found)
     assert describe_holders(Need({})) == "python3:8"
+
+
+def test_what_fits_beside_what_is_resident() -> None:
+    def need(mapped: int, others: int, share: str = "0.5") -> Need:
+        arguments = EngineArguments(("--gpu-memory-utilization", share))
+        return build_need(arguments, [H200], mapped * GIB, others * GIB)
+
+    assert not need(30, 50).is_crowded  # 50 with what is mapped, beside 50
+    assert need(30, 51).is_crowded
+    own = need(30, 10).unmapped()
+    assert (own.by_uuid, own.others_bytes) == ({UUID: 50 * GIB}, 40 * GIB)
+    assert not own.is_crowded
+    assert need(51, 0).unmapped().is_crowded  # the weights exceed the share, and are there twice
+    assert need(10, 0, "0.92").unmapped().is_crowded
+    assert not Need({UUID: 500 * GIB}, others_bytes=1).is_crowded  # of an unknown size

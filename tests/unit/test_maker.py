@@ -11,13 +11,16 @@ from warmhold_entrypoint.snapshot_mode import maker
 from warmhold_entrypoint.snapshot_mode.flat_weights import write_flat
 from warmhold_entrypoint.snapshot_mode.snapshots import GENERATIONS
 from warmhold_snapshot.create import Report
+from warmhold_snapshot.errors import SnapshotError
 
 ID = "0123456789abcdef"
 
 
 class Engine:
+    mapped: tuple[str, ...] = (ID,)
+
     def generations(self) -> dict[str, int]:
-        return {ID: 4096}
+        return dict.fromkeys(self.mapped, 4096)
 
 
 @pytest.fixture
@@ -69,3 +72,14 @@ def test_flat_weights_and_plugins(
     assert (seen["plugins"], seen["flat"]) == (plugins, flat)
     assert seen["notes"] == {GENERATIONS: ID}
     assert (seen["write"].func, seen["write"].args) == (write_flat, (Path("v"),))
+
+
+def test_weights_that_the_gpu_alone_has(tmp_path: Path, seen: dict[str, Any]) -> None:
+    """On a CPU they are a part of the process, which is saved as it is."""
+    engine: Any = Engine()
+    engine.mapped = ()
+    with pytest.raises(SnapshotError) as caught:
+        maker.make(request(tmp_path, plugins="/plug"), engine)
+    assert caught.value.code == "snapshot.detached" and "plugins" not in seen
+    assert maker.make(request(tmp_path), engine)["ok"]
+    assert seen["notes"] == {GENERATIONS: ""}

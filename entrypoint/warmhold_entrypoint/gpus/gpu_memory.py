@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from warmhold_snapshot.cuda import PROGRAM
@@ -36,11 +36,26 @@ _log = Log("gpu")
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that have to be free on each GPU, by UUID; of those that are missing `others_bytes`
-    are other resident weights, which no waiting brings back."""
+    """Bytes that have to be free on each GPU, by UUID, beside the resident weights: on each
+    `mapped_bytes` that the engine maps, and `others_bytes` that no waiting brings back."""
 
     by_uuid: Mapping[str, int]
     others_bytes: int = 0
+    mapped_bytes: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a GPU is too small for the engine beside all that is resident."""
+        resident = self.mapped_bytes + self.others_bytes
+        return any(
+            size + resident > self.sizes.get(uuid, math.inf) for uuid, size in self.by_uuid.items()
+        )
+
+    def unmapped(self) -> "Need":
+        """The need of the same engine with weights of its own."""
+        by_uuid = {uuid: size + self.mapped_bytes for uuid, size in self.by_uuid.items()}
+        return Need(by_uuid, self.others_bytes + self.mapped_bytes, 0, self.sizes)
 
 
 def build_need(
@@ -54,12 +69,10 @@ def build_need(
     except ValueError:
         share = 0.0
     share = share if math.isfinite(share) else 0.0  # what is no share vLLM says itself
-    need = {
-        gpu.uuid: max(0, int(gpu.memory_bytes * share) - mapped_bytes)
-        for gpu in gpus
-        if not gpu.is_slice
-    }
-    return Need(need, others_bytes)
+    whole = [gpu for gpu in gpus if not gpu.is_slice]
+    need = {gpu.uuid: max(0, int(gpu.memory_bytes * share) - mapped_bytes) for gpu in whole}
+    sizes = {gpu.uuid: gpu.memory_bytes for gpu in whole}
+    return Need(need, others_bytes, mapped_bytes, sizes)
 
 
 def wait_for_memory(need: Need, limit_s: float, stop: threading.Event) -> str:

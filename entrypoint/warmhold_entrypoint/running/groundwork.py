@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine needs before it is started: memory on its GPUs and, with backend `vllm`, a holder
-of its weights. Owns the holder's watch while the engine runs."""
+"""What an engine needs before it is started: memory on its GPUs, which resident weights may have to
+make room for, and, with backend `vllm`, a holder of its weights. Owns the holder's watch while the
+engine runs."""
 
 import dataclasses
 import threading
@@ -11,6 +12,7 @@ from ..gpus.gpu_memory import CODE, Need, wait_for_memory
 from ..log import Log
 from ..plan import Attempt, Plan
 from ..settings import Settings
+from ..weight_cache import weights
 from ..weight_cache.holder import Holder, HolderError
 from ..weight_cache.ranks import Held
 from .beside import run_beside
@@ -88,12 +90,27 @@ class Groundwork:
             # Whatever is there holds other weights, or would be a second copy beside the engine's.
             self._holder.end(settings)
         need = _less(plan.memory, held) if held else plan.memory
+        if plan.backend == "vault":
+            need = _make_room(settings, plan, attempt)
         self.shortage = wait_for_memory(need, settings.env.gpu_wait_s, stop)
         if self.shortage and not stop.is_set():
             _log.warning("too little GPU memory is free", code=CODE, detail=self.shortage)
         if wanted and held is None:
             held = self._holder.start(settings, plan, stop)
         self._held = held
+
+
+def _make_room(settings: Settings, plan: Plan, attempt: Attempt) -> Need:
+    """What has to be free for an engine of our loader. Where a GPU is too small for it beside
+    resident weights that it will not map, those are given up: its own too, from disk, once an
+    engine on them did not come up."""
+    failed = any(item.code == weights.FAILED for item in plan.rejections)
+    maps = attempt.mode != "disk" or not failed
+    need = plan.memory if maps else plan.memory.unmapped()
+    if need.others_bytes and need.is_crowded:
+        weights.give_up(settings.env.run_dir, plan.launch_key if maps else None)
+        need = dataclasses.replace(need, others_bytes=0)
+    return need
 
 
 def _less(need: Need, held: Held) -> Need:

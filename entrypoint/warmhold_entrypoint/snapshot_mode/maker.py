@@ -23,6 +23,9 @@ from .flat_weights import open_weights, write_flat
 from .snapshot_engine import ControlledEngine
 from .snapshots import GENERATIONS
 
+_SEE_WEIGHTS = (
+    "see `weights` in `warmhold status --json` for why; `warmhold restart` may share them"
+)
 _log = Log("snapshot")
 
 
@@ -38,6 +41,10 @@ def make(request: dict[str, Any], engine: ControlledEngine) -> dict[str, Any]:
         remedy = "the engine goes on as before; see its log"
         raise SnapshotError("snapshot.engine", error.detail, remedy) from error
     plugins = Path(request["plugins"]) if request["plugins"] else None
+    if plugins and not generations:
+        # They would leave the GPU and be written while every request waits, seconds a gigabyte.
+        detail, remedy = "the weights are on the GPU alone, and in no vault", _SEE_WEIGHTS
+        raise SnapshotError("snapshot.detached", detail, remedy)
     vault, kept = Path(request["vault"]), generations if request["weights"] == "flat" else []
     with open_weights(vault, kept) as weights:
         report = create(

@@ -32,10 +32,7 @@ from warmhold_snapshot.upstream import (
     read_manifest,
     sweep_upstream,
 )
-from warmhold_wcache.client import VaultClient
-from warmhold_wcache.errors import WcacheError
 
-from ..container.conf import VAULT_SOCKET
 from ..gpus.gpu_memory import wait_for_memory
 from ..log import Log
 from ..plan import Plan
@@ -44,6 +41,7 @@ from ..running.adopted import AdoptedChild
 from ..running.loop import Loop
 from ..running.sweep import KILL_TIMEOUT_S
 from ..settings import Settings
+from ..weight_cache import weights
 from .restored import Restoration, build_wish, pass_by
 from .snapshots import FOLDER
 from .snapshotting import raise_high
@@ -55,7 +53,6 @@ _TICK_S = 0.1
 _CHUNK_BYTES = 1 << 16
 _LAST_LINES = 20
 _TOLD_LINES = 3
-_VAULT_S = 5.0
 
 _log = Log("snapshot")
 
@@ -70,7 +67,8 @@ def create(settings: Settings, plan: Plan, name: str, stop: threading.Event) -> 
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for left in sweep_upstream(folder):
             _log.warning("removed what a killed maker left", name=left)
-        _give_weights_up(settings)
+        # Upstream's engine has a copy of its own, and two may not fit the GPU.
+        weights.give_up(settings.env.run_dir, force=True)
         wait_for_memory(plan.memory, settings.env.gpu_wait_s, stop)
         raise_high()
         places = [folder, Path(tempfile.gettempdir()), Path(sys.prefix)]
@@ -104,7 +102,7 @@ class UpstreamRestoration(Restoration):
         settings, name = self._settings, self._wish.name
         folder = find_folder(self._wish.folder)
         artifact, processes = find_artifact(folder, name), read_manifest(folder, name).process_tree
-        _give_weights_up(settings)
+        weights.give_up(settings.env.run_dir, force=True)
         self._wait_for_memory(self._stop)
         self._close("vault", "image")
         pass_by({*processes})
@@ -227,14 +225,3 @@ def _adopt(pid: int) -> AdoptedChild:
         detail = f"process {pid} ended at once, or is not a child of {os.getpid()}"
         raise SnapshotError(FAILED, detail, _REMEDY)
     return AdoptedChild(pid, os.pidfd_open(pid))
-
-
-def _give_weights_up(settings: Settings) -> None:
-    """Empty the vault: upstream's engine has a copy of its own, and two may not fit the GPU."""
-    with (
-        suppress(WcacheError),
-        VaultClient(settings.env.run_dir / VAULT_SOCKET, _VAULT_S) as client,
-    ):
-        for row in client.stat():
-            client.drop(str(row["id"]), force=True)
-            _log.info("resident weights given up", id=row["id"], bytes=row["bytes"])

@@ -4,6 +4,7 @@
 Reads the checkpoint where nobody knows its content yet, and fetches one that is not here.
 """
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -87,7 +88,9 @@ def find_wanted(
 
 def read_external_bytes(vllm_config: Any, device: torch.device, options: Options, disk: Any) -> int:
     """Given a rank's configuration before it loads, return how many bytes of its GPU's memory hold
-    already what it is going to map: its models' generations, which the vault has."""
+    already what it is going to map: its models' generations, which the vault has. Where the KV
+    cache's size is given the share of the GPU sizes nothing, and vLLM would still end where weights
+    alone exceed it: at most one byte less than the share then."""
     if device.type != "cuda" or options.copy or options.source is Source.DISK:
         return 0
     try:
@@ -101,6 +104,10 @@ def read_external_bytes(vllm_config: Any, device: torch.device, options: Options
     for model_config in filter(None, (vllm_config.model_config, draft)) if rows else ():
         wanted = find_wanted(vllm_config, model_config, device, options, disk, Outcome())
         total += sum(row["bytes"] for row in rows if wanted and row["key"] == wanted.key)
+    cache = vllm_config.cache_config
+    if total and cache.kv_cache_memory_bytes is not None:
+        _, gpu_bytes = torch.cuda.mem_get_info(device)
+        total = min(total, math.ceil(gpu_bytes * cache.gpu_memory_utilization) - 1)
     return total
 
 
