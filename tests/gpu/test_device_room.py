@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole product on a GPU that is too small for an engine's weights twice: where an engine on
-resident weights does not come up, the start from disk gets their room, and publishes anew.
+resident weights does not come up, the start from disk gets their room, and publishes anew. A
+snapshot of an engine whose KV cache takes the rest of the GPU.
 
 A random 16 GB Llama, eager, with vLLM's default share of the GPU: a tenth of it is weights.
 """
@@ -41,6 +42,19 @@ def test_a_start_from_disk_gets_the_room_of_resident_weights(stack: Any) -> None
     say(f"{status['mode']}: {status['rejections']}; weights {status['weights']}")
     assert status["mode"] == "disk" and status["weights"]["published"]
     assert "resident weights given up" in stack.log.read_text(errors="replace")
+    assert stack.ask_all() == first
+
+
+def test_a_snapshot_beside_a_great_kv_cache(stack: Any) -> None:
+    first, starts = stack.ask_all(), stack.status()["starts"]
+    code, made, error = stack.run("snapshot-create", "--name", "a")
+    say(f"create: {made.strip()} {error.strip()[-500:]}")
+    assert code == 0
+    assert stack.ask_all() == first
+    stack.kill_engine()
+    status = stack.wait_ready(starts + 1, PATIENCE_S)
+    say(f"{status['mode']}: {status['phases']}")
+    assert status["mode"] == "snapshot"
     assert stack.ask_all() == first
 
 

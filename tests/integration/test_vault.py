@@ -142,6 +142,22 @@ def test_the_second_engine_finds_what_the_first_one_published(make_stack: MakeSt
     assert stack.stop() == 0
 
 
+def test_weights_on_which_no_engine_comes_up_are_published_anew(make_stack: MakeStack) -> None:
+    """Neither does the start from disk have a second copy, nor the next engine the same trouble."""
+    stack = make_stack(FAKE_VLLM_HIT_FAILS="1").serve()
+    stack.wait_ready()
+    (first,) = eventually(lambda: stat(stack), "the generation")
+    os.kill(stack.roles()["worker"], signal.SIGKILL)
+    status = stack.wait_ready(starts=3)
+    assert (status["mode"], reasons(status)["ipc_cache"]) == ("disk", "ipc_cache.failed")
+    assert status["weights"]["published"] == [first["id"]]
+    assert "resident weights given up" in stack.text()
+    (second,) = stat(stack)
+    assert second != first  # but for its content
+    assert memfd_bytes(stack) < 2 * SEGMENTS * SEGMENT_BYTES  # descriptions besides
+    assert stack.stop() == 0
+
+
 def test_a_hit_that_was_not_expected_is_told_as_one(make_stack: MakeStack) -> None:
     """The files look changed, so that the plan expects a miss; the loader compares more."""
     stack = serve(make_stack)

@@ -86,23 +86,22 @@ def test_a_start_from_disk_may_still_find_its_own(
     assert resident(vault) == {"mine"}
 
 
-def test_weights_that_an_engine_did_not_come_up_on_make_room(vault: Path, prepare: Any) -> None:
+def test_weights_that_an_engine_did_not_come_up_on_go(vault: Path, prepare: Any) -> None:
     assert prepare(DISK, NEED, FAILED).by_uuid == {"u0": 60}
-    assert resident(vault) == set()
+    assert resident(vault) == {"other"}
 
 
-def test_they_stay_where_a_second_copy_fits(vault: Path, prepare: Any) -> None:
-    need = dataclasses.replace(NEED, others_bytes=0)
-    assert prepare(DISK, need, FAILED).by_uuid == {"u0": 60}
-    assert resident(vault) == {"mine", "other"}
+def test_on_a_cpu_too(vault: Path, prepare: Any) -> None:
+    prepare(DISK, Need({}, others_bytes=30, mapped_bytes=20), FAILED)
+    assert resident(vault) == {"other"}
 
 
 def test_what_a_process_uses_stays(vault: Path, prepare: Any) -> None:
     with VaultClient(vault) as client:
-        generation, fds = client.fetch({"model": "other", "dtype": "float32"})
+        generation, fds = client.fetch({"model": "mine", "dtype": "float32"})
         close_all(fds)
-        prepare(DISK, NEED, FAILED)
-        assert resident(vault) == {"other"}
+        prepare(DISK, dataclasses.replace(NEED, others_bytes=41), FAILED)
+        assert resident(vault) == {"mine"}
         client.release(generation.id)
 
 

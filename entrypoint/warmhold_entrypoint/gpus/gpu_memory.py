@@ -53,9 +53,9 @@ class Need:
         )
 
     def unmapped(self) -> "Need":
-        """The need of the same engine with weights of its own."""
+        """The need of the same engine once nothing is resident that it could map."""
         by_uuid = {uuid: size + self.mapped_bytes for uuid, size in self.by_uuid.items()}
-        return Need(by_uuid, self.others_bytes + self.mapped_bytes, 0, self.sizes)
+        return Need(by_uuid, self.others_bytes, 0, self.sizes)
 
 
 def build_need(

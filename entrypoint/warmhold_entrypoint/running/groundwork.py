@@ -41,7 +41,7 @@ class Groundwork:
         """Given what will be started, see to all that it needs; return why that cannot be had. A
         stop that is asked for ends it early."""
         self.shortage, self._held = "", None
-        if plan.backend != "vllm" and (attempt.snapshot or not plan.memory.by_uuid):
+        if plan.backend != "vllm" and attempt.snapshot:
             return None  # a restore waits for memory beside its work
         try:
             run_beside(self._loop, lambda stop: self._prepare(settings, plan, attempt, stop))
@@ -101,14 +101,15 @@ class Groundwork:
 
 
 def _make_room(settings: Settings, plan: Plan, attempt: Attempt) -> Need:
-    """What has to be free for an engine of our loader. Where a GPU is too small for it beside
-    resident weights that it will not map, those are given up: its own too, from disk, once an
-    engine on them did not come up."""
-    failed = any(item.code == weights.FAILED for item in plan.rejections)
-    maps = attempt.mode != "disk" or not failed
-    need = plan.memory if maps else plan.memory.unmapped()
+    """What has to be free for an engine of our loader. Weights on which an engine did not come up
+    are given up before the start from disk, which publishes them anew; others make room where a GPU
+    is too small for the engine beside them."""
+    run_dir, key, need = settings.env.run_dir, plan.launch_key, plan.memory
+    if attempt.mode == "disk" and any(item.code == weights.FAILED for item in plan.rejections):
+        weights.give_up(run_dir, lambda row: weights.is_resident(row, key))
+        need = need.unmapped()
     if need.others_bytes and need.is_crowded:
-        weights.give_up(settings.env.run_dir, plan.launch_key if maps else None)
+        weights.give_up(run_dir, lambda row: not weights.is_resident(row, key))
         need = dataclasses.replace(need, others_bytes=0)
     return need
 

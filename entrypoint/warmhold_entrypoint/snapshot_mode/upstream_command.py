@@ -68,7 +68,7 @@ def create(settings: Settings, plan: Plan, name: str, stop: threading.Event) -> 
         for left in sweep_upstream(folder):
             _log.warning("removed what a killed maker left", name=left)
         # Upstream's engine has a copy of its own, and two may not fit the GPU.
-        weights.give_up(settings.env.run_dir, force=True)
+        weights.give_up(settings.env.run_dir, lambda _: True, force=True)
         wait_for_memory(plan.memory, settings.env.gpu_wait_s, stop)
         raise_high()
         places = [folder, Path(tempfile.gettempdir()), Path(sys.prefix)]
@@ -102,7 +102,7 @@ class UpstreamRestoration(Restoration):
         settings, name = self._settings, self._wish.name
         folder = find_folder(self._wish.folder)
         artifact, processes = find_artifact(folder, name), read_manifest(folder, name).process_tree
-        weights.give_up(settings.env.run_dir, force=True)
+        weights.give_up(settings.env.run_dir, lambda _: True, force=True)
         self._wait_for_memory(self._stop)
         self._close("vault", "image")
         pass_by({*processes})

@@ -7,7 +7,7 @@ way its weights came. It reads settings from a file, and writes a report for eac
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -171,15 +171,14 @@ def did_not_serve(reason: str) -> Rejection:
     return Rejection("ipc_cache", FAILED, reason, "read its log above")
 
 
-def give_up(run_dir: Path, but: Mapping[str, str] | None = None, force: bool = False) -> None:
-    """Given the run directory, drop what the vault holds, but for weights of a launch key, and for
-    those that a process uses unless forced. Raises nothing."""
+def give_up(run_dir: Path, which: Callable[[Mapping[str, Any]], bool], force: bool = False) -> None:
+    """Given the run directory and which rows of `stat` are meant, drop those weights, unless a
+    process uses them; also then where `force`d. Raises nothing."""
     with suppress(WcacheError), VaultClient(run_dir / VAULT_SOCKET, _VAULT_S) as client:
-        for row in client.stat():
-            if but is None or not is_resident(row, but):
-                with suppress(WcacheError):
-                    client.drop(str(row["id"]), force)
-                    _log.info("resident weights given up", id=row["id"], bytes=row["bytes"])
+        for row in filter(which, client.stat()):
+            with suppress(WcacheError):
+                client.drop(str(row["id"]), force)
+                _log.info("resident weights given up", id=row["id"], bytes=row["bytes"])
 
 
 def _miss(code: str, detail: str, remedy: str) -> Rejection:
