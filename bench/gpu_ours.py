@@ -21,7 +21,7 @@ from gpu_upstream import Upstream
 # How often each way to start is measured, by size: the slow ones less. "compiled snapshot" is of
 # the engine whose start filled the caches, "snapshot" of one that found them, as its peers do.
 _FEW = {"compiled snapshot": 1, "snapshot": 3, "kill": 1, "ipc_cache": 1, "disk": 1}
-_MORE = {"compiled snapshot": 2, "snapshot": 5, "kill": 2, "ipc_cache": 3, "disk": 1}
+_MORE = {"compiled snapshot": 2, "snapshot": 5, "kill": 2, "ipc_cache": 3, "disk": 3}
 COUNTS = {"1gb": _FEW, "16gb": _MORE, "64gb": _FEW}
 ONCE = ("first start", "compiled live snapshot", "live snapshot", "processes")
 # With the KV cache's size given vLLM measures no memory, which two engines would disturb. The

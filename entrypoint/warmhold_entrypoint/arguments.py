@@ -7,6 +7,7 @@ the judge of all others. JSON values are checked here, because their position is
 """
 
 import json
+import re
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -274,3 +275,13 @@ def _canonical(name: str) -> str:
         meant = [option for option in _READ if option.startswith(head)]
         head = meant[0] if len(meant) == 1 and head not in _READ else head
     return f"{head}{dot}{key}"
+
+
+def read_bytes(text: str) -> int | None:
+    """Given a number as vLLM's parser takes it (1g is 10**9, 1G is 2**30), return it, or None."""
+    match = re.fullmatch(r"(\d{1,15})(\.\d+)?([kmgt]?)|(\d{1,15})([KMGT])", text.strip(), re.ASCII)
+    if match is None or (match[2] and not match[3]):
+        return None
+    if match[5]:
+        return int(match[4]) << 10 * ("KMGT".index(match[5]) + 1)
+    return int(float(match[1] + (match[2] or "")) * 1000 ** (" kmgt".index(match[3] or " ")))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic that must be right before anything starts: memory, disk space and threads."""
 
-import re
-
+from .arguments import read_bytes
 from .errors import Fault
 from .facts import Facts
 from .settings import Settings
@@ -71,19 +70,9 @@ def _explicit_kv_bytes(settings: Settings) -> int | None:
         return int(space) * GIB
     text = settings.arguments.value("--kv-cache-memory-bytes")
     if text is not None:
-        return _read_bytes(text)
+        return read_bytes(text)
     asked = settings.env.kv_cache_gib
     return None if asked is None else int(asked * GIB)
-
-
-def _read_bytes(text: str) -> int | None:
-    """Given a number as vLLM's parser takes it (1g is 10**9, 1G is 2**30), return it, or None."""
-    match = re.fullmatch(r"(\d{1,15})(\.\d+)?([kmgt]?)|(\d{1,15})([KMGT])", text.strip(), re.ASCII)
-    if match is None or (match[2] and not match[3]):
-        return None
-    if match[5]:
-        return int(match[4]) << 10 * ("KMGT".index(match[5]) + 1)
-    return int(float(match[1] + (match[2] or "")) * 1000 ** (" kmgt".index(match[3] or " ")))
 
 
 def space_faults(settings: Settings, facts: Facts) -> list[Fault]:

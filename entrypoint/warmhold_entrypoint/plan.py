@@ -54,6 +54,7 @@ class Plan:
     # Who keeps the weights, and the key that they have to have.
     backend: Backend = "vault"
     launch_key: Mapping[str, str] = field(default_factory=dict)
+    # What has to be free on GPUs where no weights are resident.
     memory: Need = field(default_factory=lambda: Need({}))
 
     def reject(self, rejection: Rejection) -> "Plan":
@@ -144,7 +145,6 @@ def decide(settings: Settings, facts: Facts) -> Plan:
             item for item in attempts if not item.snapshot
         ][:1]
     used = weights.uses_loader(settings) and keeper != "vllm"
-    resident = sum(row["bytes"] for row in facts.vault.rows) - others
     on_gpus = facts.gpus.all[: count_local_ranks(settings.arguments)]
     workers = max(1, len(on_gpus))
     return Plan(
@@ -162,7 +162,7 @@ def decide(settings: Settings, facts: Facts) -> Plan:
         snapshots=facts.snapshots,
         backend=keeper,
         launch_key=key,
-        memory=build_need(settings.arguments, on_gpus, resident // workers, others // workers),
+        memory=build_need(settings.arguments, on_gpus, facts.model.weight_bytes // workers),
     )
 
 

@@ -100,7 +100,7 @@ def test_a_restore_for_which_the_gpu_has_no_memory(stack: Any) -> None:
     status = stack.wait_ready(0, PATIENCE_S)
     told = {item["mode"]: item for item in status["rejections"]}
     say(f"{status['mode']}: {told['snapshot']['code']}: {told['snapshot']['detail']}")
-    assert status["mode"] == "ipc_cache" and told["snapshot"]["code"] == "snapshot.restore"
+    assert status["mode"] == "ipc_cache" and told["snapshot"]["code"] == "snapshot.gpu-memory"
     assert stack.ask_all() == first
 
 

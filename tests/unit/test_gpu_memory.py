@@ -42,17 +42,19 @@ def free(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def test_what_an_engine_asks_for() -> None:
-    def need(*argv: str, mapped: int = 0) -> int:
-        return build_need(EngineArguments(argv), [H200], mapped).by_uuid[UUID]
+    def need(*argv: str, weights: int = 0) -> int:
+        return build_need(EngineArguments(argv), [H200], weights).by_uuid[UUID]
 
-    assert need() == int(0.92 * 100 * GIB)
-    assert need("--gpu-memory-utilization", "0.5") == 50 * GIB
-    assert need("--gpu-memory-utilization", "0.5", mapped=20 * GIB) == 30 * GIB
-    assert need("--gpu-memory-utilization", "0.5", mapped=60 * GIB) == 0
+    assert need() == need(weights=70 * GIB) == int(0.92 * 100 * GIB)
+    half = ("--gpu-memory-utilization", "0.5")
+    assert need(*half) == 50 * GIB
+    cache = ("--kv-cache-memory-bytes", "20G")
+    assert need(*half, *cache, weights=40 * GIB) == 61 * GIB  # with a GiB for CUDA's context
+    assert need(*half, *cache, weights=10 * GIB) == 50 * GIB  # vLLM asks for the share even so
     for text in ("half", "nan", "inf", "1e400"):
         assert need("--gpu-memory-utilization", text) == 0
     part = Gpu("u", GIB, "8.0", "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
-    assert build_need(EngineArguments(()), [part], 0).by_uuid == {}
+    assert build_need(EngineArguments(()), [part]).by_uuid == {}
 
 
 def test_nvml_tells_free_bytes(free: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +101,8 @@ def test_the_bound_a_stop_and_other_weights_end_the_wait(
     stop = threading.Event()
     stop.set()
     assert wait_for_memory(Need({UUID: 91 * GIB}), 600, stop)
-    others = Need({UUID: 91 * GIB}, others_bytes=2 * GIB)
-    assert "other resident weights (2048 MiB)" in wait_for_memory(others, 600, threading.Event())
+    others = Need({UUID: 91 * GIB}, others_bytes=9 * GIB, sizes={UUID: 100 * GIB})
+    assert "other resident weights (9216 MiB)" in wait_for_memory(others, 600, threading.Event())
 
 
 def test_who_holds_a_gpu_is_read_off_the_descriptors(
@@ -122,12 +124,14 @@ def test_who_keeps_the_driver_awake_holds_no_memory(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_fits_beside_what_is_resident() -> None:
-    def need(mapped: int, others: int, share: str = "0.5") -> Need:
-        arguments = EngineArguments(("--gpu-memory-utilization", share))
-        return build_need(arguments, [H200], mapped * GIB, others * GIB)
+    def need(mapped: int, others: int) -> Need:
+        arguments = EngineArguments(("--gpu-memory-utilization", "0.5"))
+        return build_need(arguments, [H200]).beside(mapped * GIB, others * GIB)
 
-    assert not need(30, 50).is_crowded  # 50 with what is mapped, beside 50
-    assert need(30, 51).is_crowded
+    assert need(30, 10).by_uuid == {UUID: 20 * GIB}
+    assert need(60, 10).by_uuid == {UUID: 0}
+    assert not need(30, 49).is_crowded  # 50 with what is mapped, 1 for the context, beside 49
+    assert need(30, 50).is_crowded
     own = need(30, 10).unmapped()
     assert (own.by_uuid, own.others_bytes, own.mapped_bytes) == ({UUID: 50 * GIB}, 10 * GIB, 0)
     assert not Need({UUID: 500 * GIB}, others_bytes=1).is_crowded  # of an unknown size

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vault_process import close_all, make_generation, running_vault
+from vault_process import SIZE, close_all, make_generation, running_vault
 from warmhold_entrypoint.container.conf import VAULT_SOCKET
+from warmhold_entrypoint.errors import Rejection
 from warmhold_entrypoint.gpus.gpu_memory import Need
 from warmhold_entrypoint.plan import Attempt, Plan
 from warmhold_entrypoint.running import groundwork
@@ -21,89 +22,128 @@ from warmhold_entrypoint.weight_cache import weights
 from warmhold_wcache.client import VaultClient
 
 IPC, DISK = (Attempt(mode, ("vllm",)) for mode in ("ipc_cache", "disk"))
-# A GPU of 100: the engine asks for 60, of which its weights are 20; 30 are another's.
-NEED = Need({"u0": 40}, others_bytes=30, mapped_bytes=20, sizes={"u0": 100})
 FAILED = weights.did_not_serve("it ended")
+MINE = {"argument.dtype": "half", "content": "now"}
+BYTES = 3 * SIZE  # of each generation
+GIB = 1 << 30
+
+
+def need_of(spare_bytes: int) -> Need:
+    """An engine asks for 60 GiB of a GPU that has room for so many bytes more, beside what the
+    context of CUDA takes."""
+    return Need({"u0": 60 * GIB}, sizes={"u0": 61 * GIB + spare_bytes})
 
 
 @pytest.fixture
 def vault(tmp_path: Path) -> Iterator[Path]:
-    """The socket of a vault with the weights `mine` and `other`."""
+    """The socket of a vault with weights: the wanted ones, those of an earlier checkpoint, and
+    another type's."""
+    keys = {"mine": MINE, "earlier": {**MINE, "content": "then"}, "other": {"content": "now"}}
     with running_vault(tmp_path) as (path, _):
         (tmp_path / VAULT_SOCKET).symlink_to(path)
         with VaultClient(path) as client:
-            for name in ("mine", "other"):
+            for name, key in keys.items():
                 generation, fds = make_generation(name)
-                client.publish(generation, fds)
+                client.publish(dataclasses.replace(generation, launch_key=key), fds)
                 client.release(generation.id)
                 close_all(fds)
         yield path
 
 
-@pytest.fixture
-def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Prepare an attempt of a plan with a need; the need that was waited for."""
-    waited: list[Need] = []
-    monkeypatch.setattr(groundwork, "wait_for_memory", lambda need, *_: waited.append(need) or "")
-    settings = read_settings({"WARMHOLD_RUN_DIR": str(tmp_path)}, ())[0]
-    loop = Loop()
+class Ground:
+    """Prepares attempts; `waited` has the needs that were waited for, `missing` what was said."""
 
-    def act(attempt: Attempt, need: Need = NEED, *rejections: Any) -> Need:
+    def __init__(self, folder: Path, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.loop = folder, loop
+        self.waited: list[Need] = []
+        self.missing = ""
+        monkeypatch.setattr(groundwork, "wait_for_memory", self._wait)
+
+    def _wait(self, need: Need, *_: object) -> str:
+        self.waited.append(need)
+        return self.missing
+
+    def prepare(
+        self, attempt: Attempt, need: Need, *rejections: Rejection, mode: str = "auto"
+    ) -> list[int]:
+        """Return the bytes that were waited for."""
+        environ = {"WARMHOLD_RUN_DIR": str(self.folder), "WARMHOLD_MODE": mode}
         plan = Plan(
             *((), rejections, (), {}, "m", "/m", "/c", None, 1, None, {}, Snapshots()),
-            launch_key={"argv": "mine"},
+            launch_key=MINE,
             memory=need,
         )
-        assert Groundwork(loop).prepare(settings, plan, attempt) is None
-        return waited.pop()
+        assert Groundwork(self.loop).prepare(read_settings(environ, ())[0], plan, attempt) is None
+        waited, self.waited = self.waited, []
+        return [size for need in waited for size in need.by_uuid.values()]
 
-    yield act
+
+@pytest.fixture
+def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    loop = Loop()
+    yield Ground(tmp_path, loop, monkeypatch)
     loop.close()
 
 
 def resident(vault: Path) -> set[str]:
     with VaultClient(vault) as client:
-        return {row["launch_key"]["argv"] for row in client.stat()}
+        return {row["key"]["model"] for row in client.stat()}
 
 
-def test_what_fits_stays(vault: Path, prepare: Any) -> None:
-    assert prepare(IPC) == NEED
-    assert resident(vault) == {"mine", "other"}
+ALL = {"mine", "earlier", "other"}
 
 
-def test_others_make_room(vault: Path, prepare: Any) -> None:
-    need = dataclasses.replace(NEED, others_bytes=41)
-    assert prepare(IPC, need) == dataclasses.replace(need, others_bytes=0)
-    assert resident(vault) == {"mine"}
+def test_what_fits_stays(vault: Path, ground: Ground) -> None:
+    assert ground.prepare(IPC, need_of(BYTES)) == [60 * GIB - 2 * BYTES]
+    assert resident(vault) == ALL
+
+
+def test_others_make_room(vault: Path, ground: Ground) -> None:
+    """Those of an earlier checkpoint are the loader's to give up: it may find them unchanged."""
+    assert ground.prepare(IPC, need_of(BYTES - 1)) == [60 * GIB - 2 * BYTES]
+    assert resident(vault) == {"mine", "earlier"}
 
 
 @pytest.mark.parametrize("rejections", [(), (dataclasses.replace(FAILED, code="ipc_cache.hung"),)])
 def test_a_start_from_disk_may_still_find_its_own(
-    vault: Path, prepare: Any, rejections: Any
+    vault: Path, ground: Ground, rejections: Any
 ) -> None:
-    need = dataclasses.replace(NEED, others_bytes=41)
-    assert prepare(DISK, need, *rejections).by_uuid == {"u0": 40}
-    assert resident(vault) == {"mine"}
+    ground.prepare(DISK, need_of(0), *rejections)
+    assert resident(vault) == {"mine", "earlier"}
 
 
-def test_weights_that_an_engine_did_not_come_up_on_go(vault: Path, prepare: Any) -> None:
-    assert prepare(DISK, NEED, FAILED).by_uuid == {"u0": 60}
+def test_a_start_that_will_map_none_makes_room_of_all(vault: Path, ground: Ground) -> None:
+    assert ground.prepare(DISK, need_of(3 * BYTES), mode="disk") == [60 * GIB]
+    assert resident(vault) == ALL
+    assert ground.prepare(DISK, need_of(3 * BYTES - 1), mode="disk") == [60 * GIB]
+    assert resident(vault) == set()
+
+
+def test_weights_that_an_engine_did_not_come_up_on_go(vault: Path, ground: Ground) -> None:
+    assert ground.prepare(DISK, need_of(BYTES), FAILED) == [60 * GIB - 2 * BYTES, 60 * GIB]
     assert resident(vault) == {"other"}
 
 
-def test_on_a_cpu_too(vault: Path, prepare: Any) -> None:
-    prepare(DISK, Need({}, others_bytes=30, mapped_bytes=20), FAILED)
+def test_on_a_cpu_too(vault: Path, ground: Ground) -> None:
+    assert ground.prepare(DISK, Need({}), FAILED) == []
     assert resident(vault) == {"other"}
 
 
-def test_what_a_process_uses_stays(vault: Path, prepare: Any) -> None:
+def test_they_stay_where_others_have_the_memory(vault: Path, ground: Ground) -> None:
+    """What it failed for is not they."""
+    ground.missing = "GPU u0 lacks 3 MiB"
+    assert ground.prepare(DISK, need_of(BYTES), FAILED) == [60 * GIB - 2 * BYTES]
+    assert resident(vault) == ALL
+
+
+def test_what_a_process_uses_stays(vault: Path, ground: Ground) -> None:
     with VaultClient(vault) as client:
         generation, fds = client.fetch({"model": "mine", "dtype": "float32"})
         close_all(fds)
-        prepare(DISK, dataclasses.replace(NEED, others_bytes=41), FAILED)
+        ground.prepare(DISK, need_of(0), FAILED)
         assert resident(vault) == {"mine"}
         client.release(generation.id)
 
 
-def test_no_vault_is_no_error(prepare: Any) -> None:
-    assert prepare(DISK, NEED, FAILED).by_uuid == {"u0": 60}
+def test_no_vault_is_no_error(ground: Ground) -> None:
+    assert ground.prepare(DISK, need_of(0), FAILED) == [60 * GIB, 60 * GIB]

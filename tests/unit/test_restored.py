@@ -133,16 +133,32 @@ def test_criu_gets_its_plugins_for_an_engine_on_a_gpu(
     ended = threading.Event()
     plugins = Path("/plug")
     sockets = (tmp_path / "c", tmp_path / "v")
-    wish = Wish(store.folder, "one", *sockets, True, True, plugins, Need({"u1": 7}), 9.0)
+    wish = Wish(store.folder, "one", *sockets, True, True, plugins, lambda: Need({"u1": 7}), 9.0)
     restoration = Restoration(wish, ended.set)
     assert ended.wait(PATIENCE_S)
-    assert restoration.error and restoration.error.code == "snapshot.restore"
+    assert restoration.error
+    assert restoration.error.code == ("snapshot.gpu-memory" if on_gpu else "snapshot.restore")
     assert given["plugins"] == (plugins if on_gpu else None)
     assert given["limits"].criu_s == (129.0 if on_gpu else 60.0)
     assert (given["ready"] is None) != on_gpu
     told = "no (gpu.memory: GPU u1 lacks 3 MiB)" if on_gpu else "no"
     assert restoration.error.detail == told
     os.close(restoration.reader)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("snapshot.restore", "snapshot.gpu-memory"),
+        ("snapshot.resume", "snapshot.gpu-memory"),
+        ("snapshot.damaged", "snapshot.damaged"),
+    ],
+)
+def test_an_artifact_is_not_blamed_for_a_gpu_without_memory(code: str, told: str) -> None:
+    found = restored._explain(SnapshotError(code, "no", "fix", ["a line"]), "GPU u1 lacks 3 MiB")
+    assert (found.code, found.lines) == (told, ("a line",))
+    assert found.detail == "no (gpu.memory: GPU u1 lacks 3 MiB)"
+    assert (found.code in restored.CIRCUMSTANTIAL) == (found.remedy != "fix") == (told != code)
 
 
 def test_nothing_is_asked_of_an_engine_that_serves_already(

@@ -23,6 +23,9 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 _MAX_NAME_BYTES = 8 << 10  # of a model, in JSON: with the keys all fit into one answer
 _MAX_TENSORS = 200_000
 _MAX_INT = 1 << 62
+# What a key says of the checkpoint itself. Every other field is a choice of the one who serves it
+# (a rank, a type, a linear path), and two choices may well be wanted side by side.
+_CHECKPOINT_FIELDS = frozenset(("content", "checkpoint", "hf_config_hash", "revision"))
 # Bytes of an element; of a type that is not listed only the offset is checked.
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
@@ -114,6 +117,15 @@ def differences(resident: Mapping[str, str], wanted: Mapping[str, str]) -> dict[
         for name in sorted(resident.keys() | wanted.keys())
         if resident.get(name) != wanted.get(name)
     }
+
+
+def is_superseded(old: Mapping[str, str], new: Mapping[str, str], same_model: bool) -> bool:
+    """Given two exact keys and whether they are of one model's name, tell whether the new one is of
+    a checkpoint that has changed since the old one, in the same layout."""
+    differing = differences(old, new).keys()
+    known = old.get("content") and new.get("content")
+    changed = known and "content" in differing and differing <= _CHECKPOINT_FIELDS
+    return bool(same_model and changed)
 
 
 def encode_description(generation: Generation) -> bytes:

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import MissError, malformed
-from .generation import Generation, differences, read_description
+from .generation import Generation, differences, is_superseded, read_description
 from .protocol import FdBag
 from .segments import check_description, check_segments
 from .server import LentFds
 
 _SHOWN = 200
-# What a key says of the checkpoint itself. Every other field is a choice of the one who serves it
-# (a rank, a type, a linear path), and two choices may well be wanted side by side.
-_CHECKPOINT_FIELDS = frozenset(("content", "checkpoint", "hf_config_hash", "revision"))
 
 
 @dataclass
@@ -96,7 +93,11 @@ class Residents:
         return [
             generation_id
             for generation_id in self
-            if _is_superseded(self._by_id[generation_id], generation)
+            if is_superseded(
+                self._by_id[generation_id].key,
+                generation.key,
+                self._by_id[generation_id].model == generation.model,
+            )
         ]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -124,14 +125,3 @@ def read_generation(bag: FdBag) -> Generation:
     generation = read_description(description)
     check_segments(generation, segments)
     return generation
-
-
-def _is_superseded(old: Resident, new: Generation) -> bool:
-    differing = differences(old.key, new.key).keys()
-    known = old.key.get("content") and new.key.get("content")
-    return bool(
-        old.model == new.model
-        and known
-        and "content" in differing
-        and differing <= _CHECKPOINT_FIELDS
-    )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from warmhold_snapshot.cuda import PROGRAM
 
-from ..arguments import EngineArguments
+from ..arguments import EngineArguments, read_bytes
 from ..log import Log
 from ..running import tree
 from .gpu import Gpu
@@ -30,13 +30,15 @@ _POLL_S = 0.5
 _MIB = 1 << 20
 # Of vLLM 0.33's CacheConfig.gpu_memory_utilization.
 _UTILIZATION = 0.92
+# An engine has more than its share: the context of CUDA, half a GiB.
+_CONTEXT_BYTES = 1 << 30
 
 _log = Log("gpu")
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that have to be free on each GPU, by UUID, beside the resident weights: on each
+    """Bytes that have to be free on each GPU, by UUID, beside what is resident on each:
     `mapped_bytes` that the engine maps, and `others_bytes` that no waiting brings back."""
 
     by_uuid: Mapping[str, int]
@@ -47,32 +49,36 @@ class Need:
     @property
     def is_crowded(self) -> bool:
         """Whether a GPU is too small for the engine beside all that is resident."""
-        resident = self.mapped_bytes + self.others_bytes
+        beside = self.mapped_bytes + self.others_bytes + _CONTEXT_BYTES
         return any(
-            size + resident > self.sizes.get(uuid, math.inf) for uuid, size in self.by_uuid.items()
+            size + beside > self.sizes.get(uuid, math.inf) for uuid, size in self.by_uuid.items()
         )
 
+    def beside(self, mapped_bytes: int, others_bytes: int) -> "Need":
+        """Given what is resident on each GPU where nothing was, return the need beside it."""
+        by_uuid = {uuid: max(0, size - mapped_bytes) for uuid, size in self.by_uuid.items()}
+        return Need(by_uuid, others_bytes, mapped_bytes, self.sizes)
+
     def unmapped(self) -> "Need":
-        """The need of the same engine once nothing is resident that it could map."""
+        """The need once nothing is resident that the engine could map."""
         by_uuid = {uuid: size + self.mapped_bytes for uuid, size in self.by_uuid.items()}
         return Need(by_uuid, self.others_bytes, 0, self.sizes)
 
 
-def build_need(
-    arguments: EngineArguments, gpus: Sequence[Gpu], mapped_bytes: int, others_bytes: int = 0
-) -> Need:
-    """Given the engine's arguments, the GPUs that it computes on, and the bytes on each that are
-    resident already and will be mapped, or stay beside it, return what has to be free. A slice of
-    a GPU is left out: NVML does not tell its memory by this name."""
+def build_need(arguments: EngineArguments, gpus: Sequence[Gpu], weight_bytes: int = 0) -> Need:
+    """Given the engine's arguments, the GPUs that it computes on and its weights' bytes on each,
+    return what has to be free where nothing is resident: vLLM's share, or more where the KV cache's
+    size is given. A slice of a GPU is left out: NVML does not tell its memory by this name."""
     try:
         share = float(arguments.value("--gpu-memory-utilization") or _UTILIZATION)
     except ValueError:
         share = 0.0
     share = share if math.isfinite(share) else 0.0  # what is no share vLLM says itself
     whole = [gpu for gpu in gpus if not gpu.is_slice]
-    need = {gpu.uuid: max(0, int(gpu.memory_bytes * share) - mapped_bytes) for gpu in whole}
-    sizes = {gpu.uuid: gpu.memory_bytes for gpu in whole}
-    return Need(need, others_bytes, mapped_bytes, sizes)
+    kv_bytes = read_bytes(arguments.value("--kv-cache-memory-bytes") or "")
+    least = 0 if kv_bytes is None else weight_bytes + kv_bytes + _CONTEXT_BYTES
+    need = {gpu.uuid: max(int(gpu.memory_bytes * share), least) for gpu in whole}
+    return Need(need, sizes={gpu.uuid: gpu.memory_bytes for gpu in whole})
 
 
 def wait_for_memory(need: Need, limit_s: float, stop: threading.Event) -> str:
@@ -86,7 +92,7 @@ def wait_for_memory(need: Need, limit_s: float, stop: threading.Event) -> str:
             if waited_s > _POLL_S:
                 _log.info("GPU memory came back", waited_s=waited_s)
             return ""
-        futile = max(missing.values()) <= need.others_bytes
+        futile = need.is_crowded and max(missing.values()) <= need.others_bytes
         if futile or waited_s >= limit_s or stop.is_set():
             uuid, short = max(missing.items(), key=lambda item: item[1])
             return (

@@ -15,6 +15,7 @@ from ..settings import Settings
 from ..weight_cache import weights
 from ..weight_cache.holder import Holder, HolderError
 from ..weight_cache.ranks import Held
+from ..weight_cache.room import give_up, is_near, make_room
 from .beside import run_beside
 from .loop import Loop
 from .phases import Phases
@@ -91,27 +92,18 @@ class Groundwork:
             self._holder.end(settings)
         need = _less(plan.memory, held) if held else plan.memory
         if plan.backend == "vault":
-            need = _make_room(settings, plan, attempt)
+            need = make_room(settings, plan.launch_key, need)
         self.shortage = wait_for_memory(need, settings.env.gpu_wait_s, stop)
+        failed = any(item.code == weights.FAILED for item in plan.rejections)
+        if plan.backend == "vault" and attempt.mode == "disk" and failed and not self.shortage:
+            # No engine came up on them. This one publishes its own, and has no room for both.
+            give_up(settings.env.run_dir, lambda row: is_near(row, plan.launch_key))
+            self.shortage = wait_for_memory(need.unmapped(), settings.env.gpu_wait_s, stop)
         if self.shortage and not stop.is_set():
             _log.warning("too little GPU memory is free", code=CODE, detail=self.shortage)
         if wanted and held is None:
             held = self._holder.start(settings, plan, stop)
         self._held = held
-
-
-def _make_room(settings: Settings, plan: Plan, attempt: Attempt) -> Need:
-    """What has to be free for an engine of our loader. Weights on which an engine did not come up
-    are given up before the start from disk, which publishes them anew; others make room where a GPU
-    is too small for the engine beside them."""
-    run_dir, key, need = settings.env.run_dir, plan.launch_key, plan.memory
-    if attempt.mode == "disk" and any(item.code == weights.FAILED for item in plan.rejections):
-        weights.give_up(run_dir, lambda row: weights.is_resident(row, key))
-        need = need.unmapped()
-    if need.others_bytes and need.is_crowded:
-        weights.give_up(run_dir, lambda row: not weights.is_resident(row, key))
-        need = dataclasses.replace(need, others_bytes=0)
-    return need
 
 
 def _less(need: Need, held: Held) -> Need:

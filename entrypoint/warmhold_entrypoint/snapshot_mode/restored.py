@@ -40,8 +40,10 @@ from .snapshots import FOLDER, read_circumstances, split_generations
 # What may be otherwise at the next start, and what a new artifact is no answer to.
 CIRCUMSTANTIAL = (
     *("snapshot.weights-absent", "snapshot.pids-taken", "snapshot.port-taken"),
-    *("snapshot.busy", "snapshot.stopped", "snapshot.disk"),
+    *("snapshot.busy", "snapshot.stopped", "snapshot.disk", "snapshot.gpu-memory"),
 )
+# What a GPU without memory ends with: criu's plug-in, or the engine as it maps its KV cache.
+_OF_MEMORY = ("snapshot.restore", "snapshot.resume")
 # The artifact is sound, or gone: it gets no mark.
 _UNMARKED = (*CIRCUMSTANTIAL, "snapshot.weights-damaged")
 # A stop waits so long for a restore, which is then ended.
@@ -52,9 +54,11 @@ _VAULT_S = 5.0
 _VAULT_POLL_S = 0.05
 _GPU_S = 120.0  # a driver that has no other user wakes the GPU up first
 
-_NOTHING = Need({})
-
 _log = Log("snapshot")
+
+
+def _need_nothing() -> Need:
+    return Need({})
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Wish:
     """What is to be restored: the artifact `name` in `folder`, whose engine has the `control`
     socket and whose weights the `vault` socket hands out, with `flat` out of flat files where it
     does not hold them; every byte is verified with `checksums`. `plugins` is the folder of criu's
-    plug-ins. `memory` has to be free on GPUs, and is waited for `memory_s` seconds."""
+    plug-ins. What `memory` returns has to be free on GPUs, and is waited for `memory_s` seconds."""
 
     folder: Path
     name: str
@@ -71,13 +75,13 @@ class Wish:
     checksums: bool
     flat: bool
     plugins: Path | None = None
-    memory: Need = _NOTHING
+    memory: Callable[[], Need] = _need_nothing
     memory_s: float = 0.0
 
 
-def build_wish(settings: Settings, name: str, memory: Need = _NOTHING) -> Wish:
-    """Given settings, an artifact's name and what its engine needs on GPUs, return what is to be
-    restored."""
+def build_wish(settings: Settings, name: str, memory: Callable[[], Need] = _need_nothing) -> Wish:
+    """Given settings, an artifact's name and what tells what its engine needs on GPUs, return what
+    is to be restored."""
     env = settings.env
     return Wish(
         folder=env.state_dir / FOLDER,
@@ -148,9 +152,6 @@ class Restoration:
             self._restore()
         except SnapshotError as error:
             self.error = error
-            if self._shortage:
-                detail = f"{error.detail} ({CODE}: {self._shortage})"
-                self.error = SnapshotError(error.code, detail, error.remedy, error.lines)
         except ControlError as error:
             code = "snapshot.canary"
             if self.current == "weights":
@@ -160,6 +161,8 @@ class Restoration:
         except Exception as error:  # a bug here must not cost the engine's next rung
             self.error = SnapshotError("snapshot.restore", repr(error), "please report it")
         finally:
+            if self.error and self._shortage:
+                self.error = _explain(self.error, self._shortage)
             os.close(self._writer)
             self.done = True
             self._wake()
@@ -206,9 +209,9 @@ class Restoration:
 
     def _wait_for_memory(self, over: threading.Event) -> None:
         wish = self._wish
-        if wish.memory.by_uuid:
+        if (need := wish.memory()).by_uuid:
             self._waits.append(over)
-            self._shortage = wait_for_memory(wish.memory, wish.memory_s, over)
+            self._shortage = wait_for_memory(need, wish.memory_s, over)
             if self._shortage and not over.is_set():
                 _log.warning("too little GPU memory is free", code=CODE, detail=self._shortage)
 
@@ -242,6 +245,16 @@ class Restoration:
         now = time.monotonic()
         self._seconds[name] = now - self._last
         self._last, self.current = now, following
+
+
+def _explain(error: SnapshotError, shortage: str) -> SnapshotError:
+    """Given why a restore failed that had to do without some GPU memory, return it with that, and
+    as no fault of the artifact where that can be the reason."""
+    detail = f"{error.detail} ({CODE}: {shortage})"
+    if error.code in _OF_MEMORY:
+        remedy = "free the GPU, or raise WARMHOLD_GPU_WAIT_S"
+        return SnapshotError("snapshot.gpu-memory", detail, remedy, error.lines)
+    return SnapshotError(error.code, detail, error.remedy, error.lines)
 
 
 def reject(wish: Wish, error: SnapshotError) -> Rejection:

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from warmhold_snapshot.upstream import (
     sweep_upstream,
 )
 
-from ..gpus.gpu_memory import wait_for_memory
+from ..gpus.gpu_memory import Need, wait_for_memory
 from ..log import Log
 from ..plan import Plan
 from ..running import tree
@@ -41,7 +42,7 @@ from ..running.adopted import AdoptedChild
 from ..running.loop import Loop
 from ..running.sweep import KILL_TIMEOUT_S
 from ..settings import Settings
-from ..weight_cache import weights
+from ..weight_cache.room import give_up, make_room
 from .restored import Restoration, build_wish, pass_by
 from .snapshots import FOLDER
 from .snapshotting import raise_high
@@ -68,7 +69,7 @@ def create(settings: Settings, plan: Plan, name: str, stop: threading.Event) -> 
         for left in sweep_upstream(folder):
             _log.warning("removed what a killed maker left", name=left)
         # Upstream's engine has a copy of its own, and two may not fit the GPU.
-        weights.give_up(settings.env.run_dir, lambda _: True, force=True)
+        give_up(settings.env.run_dir, lambda _: True, force=True)
         wait_for_memory(plan.memory, settings.env.gpu_wait_s, stop)
         raise_high()
         places = [folder, Path(tempfile.gettempdir()), Path(sys.prefix)]
@@ -96,13 +97,13 @@ class UpstreamRestoration(Restoration):
     def __init__(self, settings: Settings, plan: Plan, name: str, loop: Loop) -> None:
         self._settings = settings
         self._plan = plan
-        super().__init__(build_wish(settings, name, plan.memory), loop.wake)
+        super().__init__(build_wish(settings, name, _measure(settings, plan)), loop.wake)
 
     def _restore(self) -> None:
         settings, name = self._settings, self._wish.name
         folder = find_folder(self._wish.folder)
         artifact, processes = find_artifact(folder, name), read_manifest(folder, name).process_tree
-        weights.give_up(settings.env.run_dir, lambda _: True, force=True)
+        give_up(settings.env.run_dir, lambda _: True, force=True)
         self._wait_for_memory(self._stop)
         self._close("vault", "image")
         pass_by({*processes})
@@ -124,7 +125,7 @@ def begin_restore(settings: Settings, plan: Plan, name: str, loop: Loop) -> Rest
     upstream's; the loop is woken at its end."""
     if is_upstreams(name):
         return UpstreamRestoration(settings, plan, name, loop)
-    return Restoration(build_wish(settings, name, plan.memory), loop.wake)
+    return Restoration(build_wish(settings, name, _measure(settings, plan)), loop.wake)
 
 
 def run_command(
@@ -225,3 +226,7 @@ def _adopt(pid: int) -> AdoptedChild:
         detail = f"process {pid} ended at once, or is not a child of {os.getpid()}"
         raise SnapshotError(FAILED, detail, _REMEDY)
     return AdoptedChild(pid, os.pidfd_open(pid))
+
+
+def _measure(settings: Settings, plan: Plan) -> Callable[[], Need]:
+    return partial(make_room, settings, plan.launch_key, plan.memory)

@@ -7,22 +7,19 @@ way its weights came. It reads settings from a file, and writes a report for eac
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from warmhold_wcache.client import VaultClient
 from warmhold_wcache.content import Content
-from warmhold_wcache.errors import WcacheError
 from warmhold_wcache.key import build_launch_key, compare
 from warmhold_wcache.protocol import FdBag
 
 from ..container.conf import ENGINE_FOLDER, VAULT_SOCKET
 from ..errors import Fault, Rejection
-from ..log import Log
 from ..settings import Settings
 from .resident import Vault
 
@@ -30,7 +27,6 @@ FAILED = "ipc_cache.failed"
 PLUGIN = "warmhold"  # the name of our entry points in vLLM's groups
 LOADER_FILE = "loader.json"
 _MAX_REPORT_BYTES = 1 << 20
-_VAULT_S = 10.0
 _FORMAT = "--load-format"
 _EXTRA = "--model-loader-extra-config"
 # What reads a checkpoint tensor by tensor into a model that exists. vLLM treats the other formats
@@ -49,8 +45,6 @@ _REMEDIES = {
     "dead-socket": "see `supervisorctl status wcache`",
     "key-mismatch": "none: the loader compares all of it",
 }
-
-_log = Log("engine")
 
 
 def uses_loader(settings: Settings) -> bool:
@@ -169,16 +163,6 @@ def no_room(fault: Fault) -> Rejection:
 def did_not_serve(reason: str) -> Rejection:
     """Given why an engine in mode ipc_cache ended before it served, return it as a reason."""
     return Rejection("ipc_cache", FAILED, reason, "read its log above")
-
-
-def give_up(run_dir: Path, which: Callable[[Mapping[str, Any]], bool], force: bool = False) -> None:
-    """Given the run directory and which rows of `stat` are meant, drop those weights, unless a
-    process uses them; also then where `force`d. Raises nothing."""
-    with suppress(WcacheError), VaultClient(run_dir / VAULT_SOCKET, _VAULT_S) as client:
-        for row in filter(which, client.stat()):
-            with suppress(WcacheError):
-                client.drop(str(row["id"]), force)
-                _log.info("resident weights given up", id=row["id"], bytes=row["bytes"])
 
 
 def _miss(code: str, detail: str, remedy: str) -> Rejection:

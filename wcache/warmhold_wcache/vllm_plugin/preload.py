@@ -23,6 +23,8 @@ _FAILED, _INTERRUPTED = 1, 130
 _OWN_FORMATS = ("warmhold", "ipc_cache")
 # vLLM on a CPU wants to know beforehand that the KV cache fits. There will be none.
 _KV_BYTES = 1 << 20
+# vLLM on a GPU wants its share of it free beforehand, which weights alone do not take.
+_GPU_SHARE = 0.01
 
 Report = Mapping[str, Any]
 
@@ -36,11 +38,14 @@ def load(argv: Sequence[str], folder: Path) -> int:
     # On a CPU vLLM binds each worker to a NUMA node of its own, and ends where there are too few.
     # Nothing is computed here, and an engine that runs has the same nodes.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor import Executor
 
     engine_args = parse(argv)
     engine_args.kv_cache_memory_bytes = _KV_BYTES
+    if current_platform.is_cuda_alike():
+        engine_args.gpu_memory_utilization = _GPU_SHARE
     engine_args.load_format, engine_args.model_loader_extra_config = choose_loader(
         str(engine_args.load_format), engine_args.model_loader_extra_config, folder
     )

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.content import Content, ContentError, compute_content, read_versions
 from warmhold_wcache.errors import WcacheError
+from warmhold_wcache.generation import is_superseded
 from warmhold_wcache.vllm_plugin.cpu_linear import CpuLinear, describe_cpu_linear
 from warmhold_wcache.vllm_plugin.exact_key import build_exact_key
 from warmhold_wcache.vllm_plugin.memory import Memory, find_memory
@@ -90,25 +91,43 @@ def read_external_bytes(vllm_config: Any, device: torch.device, options: Options
     """Given a rank's configuration before it loads, return how many bytes of its GPU's memory hold
     already what it is going to map: its models' generations, which the vault has. Where the KV
     cache's size is given the share of the GPU sizes nothing, and vLLM would still end where weights
-    alone exceed it: at most one byte less than the share then."""
-    if device.type != "cuda" or options.copy or options.source is Source.DISK:
+    alone exceed it: at most one byte less than the share then.
+
+    What a publish would supersede, and nobody uses, is given up first: vLLM measures the GPU next,
+    and would take what is given back later for its own."""
+    if device.type != "cuda":
         return 0
     try:
         with VaultClient(options.socket_path, options.connect_timeout_s) as client:
             rows = client.stat()
     except (WcacheError, OSError):
         return 0
+    maps = not options.copy and options.source is not Source.DISK
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
     total = 0
     for model_config in filter(None, (vllm_config.model_config, draft)) if rows else ():
         wanted = find_wanted(vllm_config, model_config, device, options, disk, Outcome())
-        total += sum(row["bytes"] for row in rows if wanted and row["key"] == wanted.key)
+        if wanted is None:
+            continue
+        total += sum(row["bytes"] for row in rows if maps and row["key"] == wanted.key)
+        for row in rows:
+            if is_superseded(row["key"], wanted.key, row["model"] == str(model_config.model)):
+                _give_up(row["id"], options)
     cache = vllm_config.cache_config
     if total and cache.kv_cache_memory_bytes is not None:
         _, gpu_bytes = torch.cuda.mem_get_info(device)
         total = min(total, math.ceil(gpu_bytes * cache.gpu_memory_utilization) - 1)
     return total
+
+
+def _give_up(generation_id: str, options: Options) -> None:
+    with (
+        suppress(WcacheError, OSError),
+        VaultClient(options.socket_path, options.connect_timeout_s) as client,
+    ):
+        client.drop(generation_id)
+        logger.info("weights of an earlier checkpoint given up: %s", generation_id)
 
 
 def _find_folder(model_config: Any, disk: Any) -> Path:
