@@ -146,7 +146,6 @@ def decide(settings: Settings, facts: Facts) -> Plan:
         ][:1]
     used = weights.uses_loader(settings) and keeper != "vllm"
     on_gpus = facts.gpus.all[: count_local_ranks(settings.arguments)]
-    workers = max(1, len(on_gpus))
     return Plan(
         attempts=() if faults else tuple(attempts),
         rejections=tuple(rejections),
@@ -162,7 +161,7 @@ def decide(settings: Settings, facts: Facts) -> Plan:
         snapshots=facts.snapshots,
         backend=keeper,
         launch_key=key,
-        memory=build_need(settings.arguments, on_gpus, facts.model.weight_bytes // workers),
+        memory=build_need(settings.arguments, on_gpus),
     )
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,30 @@ def test_a_snapshot_beside_a_great_kv_cache(stack: Any) -> None:
     say(f"{status['mode']}: {status['phases']}")
     assert status["mode"] == "snapshot"
     assert stack.ask_all() == first
+
+
+def test_a_checkpoint_that_changed_replaces_the_one_before(stack: Any) -> None:
+    """Both do not fit, and the plan does not know yet that they differ."""
+    before, starts = stack.ask_all(), stack.status()["starts"]
+    (old,) = resident(stack)
+    path = max(Path(stack.model).glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    with path.open("r+b") as file:
+        file.seek(-(1 << 20), os.SEEK_END)
+        file.write(bytes(1 << 20))
+    time.sleep(2.5)  # so that the digest of its files is kept
+    stack.supervise("restart", "engine")
+    status = stack.wait_ready(starts + 1, PATIENCE_S)
+    say(f"{status['mode']}: {status['rejections']}; weights {status['weights']}")
+    (new,) = resident(stack)
+    assert status["mode"] == "disk" and status["weights"]["published"] == [new] != [old]
+    assert stack.ask_all() != before
+
+
+def resident(stack: Any) -> list[str]:
+    from warmhold_wcache.client import VaultClient
+
+    with VaultClient(stack.run_dir / "wcache.sock") as client:
+        return [str(row["id"]) for row in client.stat()]
 
 
 def is_trying(status: dict[str, Any], starts: int) -> bool:

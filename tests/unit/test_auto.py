@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from warmhold_entrypoint.gpus.gpu_memory import Need
 from warmhold_entrypoint.reporting.history import History
 from warmhold_entrypoint.reporting.states import State
 from warmhold_entrypoint.reporting.story import Story
@@ -28,8 +29,8 @@ ABSENT = Snapshots(identity={"kernel": "k"})
 PROBER: Any = SimpleNamespace(last_moved=150.0)
 
 
-def plan(found: Snapshots = ABSENT) -> Any:
-    return SimpleNamespace(snapshots=found)
+def plan(found: Snapshots = ABSENT, gpus: tuple[str, ...] = ()) -> Any:
+    return SimpleNamespace(snapshots=found, memory=Need(dict.fromkeys(gpus, 1)))
 
 
 def story(**changes: Any) -> Story:
@@ -67,6 +68,23 @@ def test_what_a_new_one_is_the_answer_to(auto: AutoSnapshots, code: str) -> None
 def test_what_it_is_no_answer_to(auto: AutoSnapshots, changes: dict[str, Any]) -> None:
     found = dataclasses.replace(ABSENT, **changes)
     assert auto.due(WANTED, plan(found), story(), PROBER) is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "at"),
+    [
+        (None, None),
+        ({"mode": "disk", "published": []}, None),
+        ({"mode": "disk", "published": ["g"]}, 170),
+        ({"mode": "ipc_cache", "published": []}, 170),
+        ({"mode": "flat", "published": ["g"]}, 170),
+    ],
+)
+def test_none_of_weights_that_a_gpu_alone_has(
+    auto: AutoSnapshots, weights: dict[str, Any] | None, at: float | None
+) -> None:
+    assert auto.due(WANTED, plan(gpus=("u0",)), story(weights=weights), PROBER) == at
+    assert auto.due(WANTED, plan(), story(weights=weights), PROBER) == 170
 
 
 def test_only_a_serving_engine(auto: AutoSnapshots) -> None:

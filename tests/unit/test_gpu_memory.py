@@ -42,17 +42,18 @@ def free(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def test_what_an_engine_asks_for() -> None:
-    def need(*argv: str, weights: int = 0) -> int:
-        return build_need(EngineArguments(argv), [H200], weights).by_uuid[UUID]
+    def need(*argv: str) -> Need:
+        return build_need(EngineArguments(argv), [H200])
 
-    assert need() == need(weights=70 * GIB) == int(0.92 * 100 * GIB)
-    half = ("--gpu-memory-utilization", "0.5")
-    assert need(*half) == 50 * GIB
-    cache = ("--kv-cache-memory-bytes", "20G")
-    assert need(*half, *cache, weights=40 * GIB) == 61 * GIB  # with a GiB for CUDA's context
-    assert need(*half, *cache, weights=10 * GIB) == 50 * GIB  # vLLM asks for the share even so
+    assert need().by_uuid == {UUID: int(0.92 * 100 * GIB)}
+    half = need("--gpu-memory-utilization", "0.5")
+    assert half.by_uuid == {UUID: 50 * GIB}
+    assert half.beside({UUID: 20 * GIB, "another": GIB}).by_uuid == {UUID: 30 * GIB}
+    assert half.beside({UUID: 60 * GIB}).by_uuid == {UUID: 0}
+    cache = need("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", "20G")
+    assert cache.by_uuid == cache.beside({UUID: 60 * GIB}).by_uuid == {UUID: 20 * GIB}
     for text in ("half", "nan", "inf", "1e400"):
-        assert need("--gpu-memory-utilization", text) == 0
+        assert need("--gpu-memory-utilization", text).by_uuid == {UUID: 0}
     part = Gpu("u", GIB, "8.0", "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
     assert build_need(EngineArguments(()), [part]).by_uuid == {}
 
@@ -91,9 +92,7 @@ def test_memory_that_comes_back(free: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(looks) == 3
 
 
-def test_the_bound_a_stop_and_other_weights_end_the_wait(
-    free: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bound_and_a_stop_end_the_wait(free: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_memory, "find_holders", list)
     said = wait_for_memory(Need({UUID: 91 * GIB}), 0, threading.Event())
     assert said.startswith(f"GPU {UUID} lacks 1024 MiB of the {91 * 1024} that")
@@ -101,8 +100,6 @@ def test_the_bound_a_stop_and_other_weights_end_the_wait(
     stop = threading.Event()
     stop.set()
     assert wait_for_memory(Need({UUID: 91 * GIB}), 600, stop)
-    others = Need({UUID: 91 * GIB}, others_bytes=9 * GIB, sizes={UUID: 100 * GIB})
-    assert "other resident weights (9216 MiB)" in wait_for_memory(others, 600, threading.Event())
 
 
 def test_who_holds_a_gpu_is_read_off_the_descriptors(
@@ -113,25 +110,24 @@ def test_who_holds_a_gpu_is_read_off_the_descriptors(
     held = tmp_path / "device"
     with held.open("w"):
         monkeypatch.setattr(gpu_memory, "is_device", lambda link: link == str(held))
-        assert f":{os.getpid()}" in describe_holders(Need({}))
-    assert describe_holders(Need({})) == "no process of this container"
+        assert f":{os.getpid()}" in describe_holders()
+    assert describe_holders() == "no process of this container"
 
 
 def test_who_keeps_the_driver_awake_holds_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [tree.Process(7, 1, 1, "cuda-checkpoint"), tree.Process(8, 1, 1, "python3")]
     monkeypatch.setattr(gpu_memory, "find_holders", lambda: found)
-    assert describe_holders(Need({})) == "python3:8"
+    assert describe_holders() == "python3:8"
 
 
-def test_what_fits_beside_what_is_resident() -> None:
-    def need(mapped: int, others: int) -> Need:
-        arguments = EngineArguments(("--gpu-memory-utilization", "0.5"))
-        return build_need(arguments, [H200]).beside(mapped * GIB, others * GIB)
+def test_what_fits_beside_what_others_have() -> None:
+    def exceeds(own: int, others: int, *more: str) -> bool:
+        arguments = EngineArguments(("--gpu-memory-utilization", "0.5", *more))
+        need = build_need(arguments, [H200])
+        return need.exceeds({UUID: own * GIB}, {UUID: others * GIB, "another": 90 * GIB})
 
-    assert need(30, 10).by_uuid == {UUID: 20 * GIB}
-    assert need(60, 10).by_uuid == {UUID: 0}
-    assert not need(30, 49).is_crowded  # 50 with what is mapped, 1 for the context, beside 49
-    assert need(30, 50).is_crowded
-    own = need(30, 10).unmapped()
-    assert (own.by_uuid, own.others_bytes, own.mapped_bytes) == ({UUID: 50 * GIB}, 10 * GIB, 0)
-    assert not Need({UUID: 500 * GIB}, others_bytes=1).is_crowded  # of an unknown size
+    assert not exceeds(30, 49)  # 50 with its own, 1 for the context
+    assert exceeds(30, 50)
+    assert not exceeds(60, 19, "--kv-cache-memory-bytes", "20G")
+    assert exceeds(60, 20, "--kv-cache-memory-bytes", "20G")
+    assert not Need({UUID: 500 * GIB}).exceeds({}, {UUID: 1})  # of an unknown size

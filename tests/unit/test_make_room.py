@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which resident weights make room on a GPU for an engine that does not map them: those in a real
-vault, before a start by a plan."""
+"""What has to be free on a GPU beside the weights in a real vault, and which of them make room."""
 
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vault_process import SIZE, close_all, make_generation, running_vault
@@ -19,13 +17,37 @@ from warmhold_entrypoint.running.loop import Loop
 from warmhold_entrypoint.settings import read_settings
 from warmhold_entrypoint.snapshot_mode.snapshots import Snapshots
 from warmhold_entrypoint.weight_cache import weights
+from warmhold_entrypoint.weight_cache.room import make_room, measure
 from warmhold_wcache.client import VaultClient
+from warmhold_wcache.spare import find_spare, find_superseded
 
-IPC, DISK = (Attempt(mode, ("vllm",)) for mode in ("ipc_cache", "disk"))
+DISK = Attempt("disk", ("vllm",))
 FAILED = weights.did_not_serve("it ended")
-MINE = {"argument.dtype": "half", "content": "now"}
+KEY = {"content": "now", "dtype": "half"}
 BYTES = 3 * SIZE  # of each generation
 GIB = 1 << 30
+NEED = Need({"u0": 60 * GIB, "u1": 60 * GIB})
+
+
+@pytest.fixture
+def vault(tmp_path: Path) -> Iterator[Path]:
+    """The socket of a vault with weights on two GPUs, two on the first."""
+    with running_vault(tmp_path) as (path, _):
+        (tmp_path / VAULT_SOCKET).symlink_to(path)
+        with VaultClient(path) as client:
+            for name, gpu in {"mine": "u0", "other": "u0", "second": "u1"}.items():
+                generation, fds = make_generation(name)
+                key = {**KEY, "model": name, "device": f"cuda:{gpu}"}
+                client.publish(dataclasses.replace(generation, key=key), fds)
+                client.release(client.fetch(key)[0].id)
+                close_all(fds)
+        yield path
+
+
+def ids(vault: Path) -> dict[str, str]:
+    """The id of each of the weights that are resident, by name."""
+    with VaultClient(vault) as client:
+        return {row["key"]["model"]: row["id"] for row in client.stat()}
 
 
 def need_of(spare_bytes: int) -> Need:
@@ -34,48 +56,55 @@ def need_of(spare_bytes: int) -> Need:
     return Need({"u0": 60 * GIB}, sizes={"u0": 61 * GIB + spare_bytes})
 
 
-@pytest.fixture
-def vault(tmp_path: Path) -> Iterator[Path]:
-    """The socket of a vault with weights: the wanted ones, those of an earlier checkpoint, and
-    another type's."""
-    keys = {"mine": MINE, "earlier": {**MINE, "content": "then"}, "other": {"content": "now"}}
-    with running_vault(tmp_path) as (path, _):
-        (tmp_path / VAULT_SOCKET).symlink_to(path)
-        with VaultClient(path) as client:
-            for name, key in keys.items():
-                generation, fds = make_generation(name)
-                client.publish(dataclasses.replace(generation, launch_key=key), fds)
-                client.release(generation.id)
-                close_all(fds)
-        yield path
+def test_what_is_resident_need_not_be_free(vault: Path, tmp_path: Path) -> None:
+    found = measure(tmp_path, NEED).by_uuid
+    assert found == {"u0": 60 * GIB - 2 * BYTES, "u1": 60 * GIB - BYTES}
+
+
+def test_without_a_vault_all_has_to_be(tmp_path: Path) -> None:
+    assert measure(tmp_path, NEED) == NEED
+    assert make_room(tmp_path, NEED, ()) == NEED
+
+
+def test_others_make_room_for_a_restored_engine(vault: Path, tmp_path: Path) -> None:
+    before = ids(vault)
+    kept = {before["mine"], before["second"]}
+    assert make_room(tmp_path, need_of(BYTES), kept).by_uuid == {"u0": 60 * GIB - 2 * BYTES}
+    assert ids(vault) == before
+    assert make_room(tmp_path, need_of(BYTES - 1), kept).by_uuid == {"u0": 60 * GIB - BYTES}
+    assert set(ids(vault)) == {"mine", "second"}
+
+
+def test_what_a_process_uses_stays(vault: Path, tmp_path: Path) -> None:
+    kept = {ids(vault)["mine"]}
+    with VaultClient(vault) as client:
+        generation, fds = client.fetch({**KEY, "model": "other", "device": "cuda:u0"})
+        close_all(fds)
+        assert make_room(tmp_path, need_of(0), kept).by_uuid == {"u0": 60 * GIB - 2 * BYTES}
+        assert set(ids(vault)) == {"mine", "other"}
+        client.release(generation.id)
 
 
 class Ground:
-    """Prepares attempts; `waited` has the needs that were waited for, `missing` what was said."""
+    """Prepares starts; `waited` has the needs that were waited for, `missing` what was said."""
 
     def __init__(self, folder: Path, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.loop = folder, loop
+        self.folder, self.loop, self.missing = folder, loop, ""
         self.waited: list[Need] = []
-        self.missing = ""
         monkeypatch.setattr(groundwork, "wait_for_memory", self._wait)
 
     def _wait(self, need: Need, *_: object) -> str:
         self.waited.append(need)
         return self.missing
 
-    def prepare(
-        self, attempt: Attempt, need: Need, *rejections: Rejection, mode: str = "auto"
-    ) -> list[int]:
-        """Return the bytes that were waited for."""
-        environ = {"WARMHOLD_RUN_DIR": str(self.folder), "WARMHOLD_MODE": mode}
+    def prepare(self, need: Need, *rejections: Rejection) -> None:
+        settings = read_settings({"WARMHOLD_RUN_DIR": str(self.folder)}, ())[0]
         plan = Plan(
             *((), rejections, (), {}, "m", "/m", "/c", None, 1, None, {}, Snapshots()),
-            launch_key=MINE,
+            launch_key={"argv": "mine"},
             memory=need,
         )
-        assert Groundwork(self.loop).prepare(read_settings(environ, ())[0], plan, attempt) is None
-        waited, self.waited = self.waited, []
-        return [size for need in waited for size in need.by_uuid.values()]
+        assert Groundwork(self.loop).prepare(settings, plan, DISK) is None
 
 
 @pytest.fixture
@@ -85,65 +114,48 @@ def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     loop.close()
 
 
-def resident(vault: Path) -> set[str]:
-    with VaultClient(vault) as client:
-        return {row["key"]["model"] for row in client.stat()}
-
-
-ALL = {"mine", "earlier", "other"}
-
-
-def test_what_fits_stays(vault: Path, ground: Ground) -> None:
-    assert ground.prepare(IPC, need_of(BYTES)) == [60 * GIB - 2 * BYTES]
-    assert resident(vault) == ALL
-
-
-def test_others_make_room(vault: Path, ground: Ground) -> None:
-    """Those of an earlier checkpoint are the loader's to give up: it may find them unchanged."""
-    assert ground.prepare(IPC, need_of(BYTES - 1)) == [60 * GIB - 2 * BYTES]
-    assert resident(vault) == {"mine", "earlier"}
-
-
-@pytest.mark.parametrize("rejections", [(), (dataclasses.replace(FAILED, code="ipc_cache.hung"),)])
-def test_a_start_from_disk_may_still_find_its_own(
-    vault: Path, ground: Ground, rejections: Any
+@pytest.mark.parametrize("need", [NEED, Need({})], ids=["gpu", "cpu"])
+def test_weights_that_an_engine_did_not_come_up_on_go(
+    vault: Path, ground: Ground, need: Need
 ) -> None:
-    ground.prepare(DISK, need_of(0), *rejections)
-    assert resident(vault) == {"mine", "earlier"}
+    ground.prepare(need, dataclasses.replace(FAILED, code="ipc_cache.hung"))
+    assert set(ids(vault)) == {"mine", "other", "second"}
+    ground.prepare(need, FAILED)
+    assert set(ids(vault)) == {"other", "second"}
+    resident = {"u0": 2 * BYTES, "u1": BYTES}
+    assert ground.waited == [need.beside(resident)] * 2
 
 
-def test_a_start_that_will_map_none_makes_room_of_all(vault: Path, ground: Ground) -> None:
-    assert ground.prepare(DISK, need_of(3 * BYTES), mode="disk") == [60 * GIB]
-    assert resident(vault) == ALL
-    assert ground.prepare(DISK, need_of(3 * BYTES - 1), mode="disk") == [60 * GIB]
-    assert resident(vault) == set()
-
-
-def test_weights_that_an_engine_did_not_come_up_on_go(vault: Path, ground: Ground) -> None:
-    assert ground.prepare(DISK, need_of(BYTES), FAILED) == [60 * GIB - 2 * BYTES, 60 * GIB]
-    assert resident(vault) == {"other"}
-
-
-def test_on_a_cpu_too(vault: Path, ground: Ground) -> None:
-    assert ground.prepare(DISK, Need({}), FAILED) == []
-    assert resident(vault) == {"other"}
-
-
-def test_they_stay_where_others_have_the_memory(vault: Path, ground: Ground) -> None:
+def test_they_stay_where_the_engine_lacked_memory(vault: Path, ground: Ground) -> None:
     """What it failed for is not they."""
     ground.missing = "GPU u0 lacks 3 MiB"
-    assert ground.prepare(DISK, need_of(BYTES), FAILED) == [60 * GIB - 2 * BYTES]
-    assert resident(vault) == ALL
-
-
-def test_what_a_process_uses_stays(vault: Path, ground: Ground) -> None:
-    with VaultClient(vault) as client:
-        generation, fds = client.fetch({"model": "mine", "dtype": "float32"})
-        close_all(fds)
-        ground.prepare(DISK, need_of(0), FAILED)
-        assert resident(vault) == {"mine"}
-        client.release(generation.id)
+    ground.prepare(NEED, FAILED)
+    assert set(ids(vault)) == {"mine", "other", "second"}
 
 
 def test_no_vault_is_no_error(ground: Ground) -> None:
-    assert ground.prepare(DISK, need_of(0), FAILED) == [60 * GIB, 60 * GIB]
+    ground.prepare(NEED, FAILED)
+
+
+def row(name: str, gpu: str = "u0", size: int = 10, **key: str) -> dict[str, object]:
+    return {
+        **{"id": name, "model": "m", "bytes": size},
+        "key": {**KEY, "tag": name, "device": f"cuda:{gpu}", **key},
+    }
+
+
+def test_what_a_loader_could_do_without() -> None:
+    rows = [row("mine"), row("other"), row("third", size=5), row("second", "u1")]
+    mine = [dict(rows[0]["key"])]  # type: ignore[call-overload]
+    assert find_spare(rows, mine, "cuda:u0", 20, 20) == []
+    assert find_spare(rows, mine, "cuda:u0", 20, 21) == ["other", "third"]
+    assert find_spare(rows, mine, "cuda:u0", 20, 35) == ["other", "third"]
+    assert find_spare(rows, mine, "cuda:u0", 20, 36) == []  # somebody else has the memory
+    assert find_spare(rows, [], "cuda:u0", 20, 45) == ["mine", "other", "third"]
+
+
+def test_an_earlier_checkpoint_is_superseded() -> None:
+    rows = [row("a", tag="x", content="then"), row("b", tag="x"), row("c", content="then")]
+    new = {**KEY, "tag": "x", "device": "cuda:u0"}
+    assert find_superseded(rows, {"m": new}) == ["a"]
+    assert find_superseded(rows, {"another": new}) == []

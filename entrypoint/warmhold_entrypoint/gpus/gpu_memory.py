@@ -38,47 +38,43 @@ _log = Log("gpu")
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that have to be free on each GPU, by UUID, beside what is resident on each:
-    `mapped_bytes` that the engine maps, and `others_bytes` that no waiting brings back."""
+    """Bytes that have to be free on each GPU, by UUID: vLLM's share less what is resident, but at
+    least `least_bytes`. `sizes` is all that each GPU has."""
 
     by_uuid: Mapping[str, int]
-    others_bytes: int = 0
-    mapped_bytes: int = 0
+    least_bytes: int = 0
     sizes: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether a GPU is too small for the engine beside all that is resident."""
-        beside = self.mapped_bytes + self.others_bytes + _CONTEXT_BYTES
+    def beside(self, resident: Mapping[str, int]) -> "Need":
+        """Given the bytes that are resident on each GPU, return the need beside them."""
+        by_uuid = {
+            uuid: max(self.least_bytes, size - resident.get(uuid, 0))
+            for uuid, size in self.by_uuid.items()
+        }
+        return Need(by_uuid, self.least_bytes, self.sizes)
+
+    def exceeds(self, own: Mapping[str, int], others: Mapping[str, int]) -> bool:
+        """Given what is resident on each GPU for the engine and for others, tell whether one is too
+        small for the engine and the others' weights."""
         return any(
-            size + beside > self.sizes.get(uuid, math.inf) for uuid, size in self.by_uuid.items()
+            max(size, self.least_bytes + own.get(uuid, 0)) + others.get(uuid, 0) + _CONTEXT_BYTES
+            > self.sizes.get(uuid, math.inf)
+            for uuid, size in self.by_uuid.items()
         )
 
-    def beside(self, mapped_bytes: int, others_bytes: int) -> "Need":
-        """Given what is resident on each GPU where nothing was, return the need beside it."""
-        by_uuid = {uuid: max(0, size - mapped_bytes) for uuid, size in self.by_uuid.items()}
-        return Need(by_uuid, others_bytes, mapped_bytes, self.sizes)
 
-    def unmapped(self) -> "Need":
-        """The need once nothing is resident that the engine could map."""
-        by_uuid = {uuid: size + self.mapped_bytes for uuid, size in self.by_uuid.items()}
-        return Need(by_uuid, self.others_bytes, 0, self.sizes)
-
-
-def build_need(arguments: EngineArguments, gpus: Sequence[Gpu], weight_bytes: int = 0) -> Need:
-    """Given the engine's arguments, the GPUs that it computes on and its weights' bytes on each,
-    return what has to be free where nothing is resident: vLLM's share, or more where the KV cache's
-    size is given. A slice of a GPU is left out: NVML does not tell its memory by this name."""
+def build_need(arguments: EngineArguments, gpus: Sequence[Gpu]) -> Need:
+    """Given the engine's arguments and the GPUs that it computes on, return what has to be free
+    where nothing is resident: vLLM's share, and no less than a KV cache of a given size. A slice of
+    a GPU is left out: NVML does not tell its memory by this name."""
     try:
         share = float(arguments.value("--gpu-memory-utilization") or _UTILIZATION)
     except ValueError:
         share = 0.0
     share = share if math.isfinite(share) else 0.0  # what is no share vLLM says itself
-    whole = [gpu for gpu in gpus if not gpu.is_slice]
-    kv_bytes = read_bytes(arguments.value("--kv-cache-memory-bytes") or "")
-    least = 0 if kv_bytes is None else weight_bytes + kv_bytes + _CONTEXT_BYTES
-    need = {gpu.uuid: max(int(gpu.memory_bytes * share), least) for gpu in whole}
-    return Need(need, sizes={gpu.uuid: gpu.memory_bytes for gpu in whole})
+    sizes = {gpu.uuid: gpu.memory_bytes for gpu in gpus if not gpu.is_slice}
+    least = read_bytes(arguments.value("--kv-cache-memory-bytes") or "") or 0
+    return Need({uuid: max(least, int(size * share)) for uuid, size in sizes.items()}, least, sizes)
 
 
 def wait_for_memory(need: Need, limit_s: float, stop: threading.Event) -> str:
@@ -92,12 +88,11 @@ def wait_for_memory(need: Need, limit_s: float, stop: threading.Event) -> str:
             if waited_s > _POLL_S:
                 _log.info("GPU memory came back", waited_s=waited_s)
             return ""
-        futile = need.is_crowded and max(missing.values()) <= need.others_bytes
-        if futile or waited_s >= limit_s or stop.is_set():
+        if waited_s >= limit_s or stop.is_set():
             uuid, short = max(missing.items(), key=lambda item: item[1])
             return (
                 f"GPU {uuid} lacks {short // _MIB} MiB of the {need.by_uuid[uuid] // _MIB} that the"
-                f" engine will ask for, after {waited_s:.0f} s; held by {describe_holders(need)}"
+                f" engine will ask for, after {waited_s:.0f} s; held by {describe_holders()}"
             )
         if waited_s < _POLL_S:
             _log.info("waiting for GPU memory", missing_mib=max(missing.values()) // _MIB)
@@ -158,11 +153,8 @@ def is_device(link: str) -> bool:
     return link.startswith("/dev/nvidia") and link[len("/dev/nvidia") :].isdigit()
 
 
-def describe_holders(need: Need) -> str:
-    """Given the need, name who holds memory of the GPUs. Who keeps the driver awake for a restore
-    has none."""
+def describe_holders() -> str:
+    """Name who holds memory of the GPUs. Who keeps the driver awake for a restore has none."""
     holders = [process for process in find_holders() if process.name != PROGRAM]
     names = [f"{process.name}:{process.pid}" for process in holders]
-    if need.others_bytes:
-        names.append(f"other resident weights ({need.others_bytes // _MIB} MiB)")
     return ", ".join(names) or "no process of this container"

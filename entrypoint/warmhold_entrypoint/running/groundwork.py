@@ -3,7 +3,6 @@
 make room for, and, with backend `vllm`, a holder of its weights. Owns the holder's watch while the
 engine runs."""
 
-import dataclasses
 import threading
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..settings import Settings
 from ..weight_cache import weights
 from ..weight_cache.holder import Holder, HolderError
 from ..weight_cache.ranks import Held
-from ..weight_cache.room import give_up, is_near, make_room
+from ..weight_cache.room import give_up, measure
 from .beside import run_beside
 from .loop import Loop
 from .phases import Phases
@@ -92,13 +91,12 @@ class Groundwork:
             self._holder.end(settings)
         need = _less(plan.memory, held) if held else plan.memory
         if plan.backend == "vault":
-            need = make_room(settings, plan.launch_key, need)
+            need = measure(settings.env.run_dir, need)
         self.shortage = wait_for_memory(need, settings.env.gpu_wait_s, stop)
         failed = any(item.code == weights.FAILED for item in plan.rejections)
         if plan.backend == "vault" and attempt.mode == "disk" and failed and not self.shortage:
-            # No engine came up on them. This one publishes its own, and has no room for both.
-            give_up(settings.env.run_dir, lambda row: is_near(row, plan.launch_key))
-            self.shortage = wait_for_memory(need.unmapped(), settings.env.gpu_wait_s, stop)
+            # No engine came up on them. This one has its own, and publishes them.
+            give_up(settings.env.run_dir, lambda row: weights.is_resident(row, plan.launch_key))
         if self.shortage and not stop.is_set():
             _log.warning("too little GPU memory is free", code=CODE, detail=self.shortage)
         if wanted and held is None:
@@ -110,5 +108,4 @@ def _less(need: Need, held: Held) -> Need:
     """The need of an engine that maps what the holder has on each GPU; none where that is not
     told."""
     size = held.bytes_per_gpu
-    left = {} if size is None else {gpu: max(0, n - size) for gpu, n in need.by_uuid.items()}
-    return dataclasses.replace(need, by_uuid=left)
+    return Need({}) if size is None else need.beside(dict.fromkeys(need.by_uuid, size))

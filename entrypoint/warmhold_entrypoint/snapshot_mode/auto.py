@@ -9,7 +9,9 @@ tried is kept in the run directory, which lives as long as the container.
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..files import read_json, write_atomically
 from ..log import Log
@@ -46,6 +48,8 @@ class AutoSnapshots:
         against = find_against_ours(found, story.snapshot)
         if against or found.code in ("", *CIRCUMSTANTIAL):
             return None  # a new artifact is no answer
+        if plan.memory.by_uuid and not _are_shared(story.weights):
+            return None  # the maker refuses; the next engine may share them
         if self._tried.get(_digest(plan), 0) >= _TRIES:
             return None
         assert prober is not None and story.serving_since is not None
@@ -62,6 +66,10 @@ class AutoSnapshots:
             write_atomically(self._path, json.dumps({"tried": self._tried}))
         except OSError as error:
             _log.warning("cannot keep what was tried", detail=str(error))
+
+
+def _are_shared(weights: Mapping[str, Any] | None) -> bool:
+    return bool(weights and (weights["mode"] != "disk" or weights["published"]))
 
 
 def _digest(plan: Plan) -> str:

@@ -33,6 +33,7 @@ from ..running.loop import Loop
 from ..running.phases import Phases
 from ..settings import Settings
 from ..weight_cache.resident import COMING, Vault, read_vault
+from ..weight_cache.room import make_room
 from .flat_weights import publish_flat
 from .snapshot_engine import ControlledEngine
 from .snapshots import FOLDER, read_circumstances, split_generations
@@ -54,11 +55,9 @@ _VAULT_S = 5.0
 _VAULT_POLL_S = 0.05
 _GPU_S = 120.0  # a driver that has no other user wakes the GPU up first
 
+_NOTHING = Need({})
+
 _log = Log("snapshot")
-
-
-def _need_nothing() -> Need:
-    return Need({})
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,8 @@ class Wish:
     """What is to be restored: the artifact `name` in `folder`, whose engine has the `control`
     socket and whose weights the `vault` socket hands out, with `flat` out of flat files where it
     does not hold them; every byte is verified with `checksums`. `plugins` is the folder of criu's
-    plug-ins. What `memory` returns has to be free on GPUs, and is waited for `memory_s` seconds."""
+    plug-ins. `memory` has to be free on GPUs where nothing is resident, and is waited for
+    `memory_s` seconds."""
 
     folder: Path
     name: str
@@ -75,13 +75,13 @@ class Wish:
     checksums: bool
     flat: bool
     plugins: Path | None = None
-    memory: Callable[[], Need] = _need_nothing
+    memory: Need = _NOTHING
     memory_s: float = 0.0
 
 
-def build_wish(settings: Settings, name: str, memory: Callable[[], Need] = _need_nothing) -> Wish:
-    """Given settings, an artifact's name and what tells what its engine needs on GPUs, return what
-    is to be restored."""
+def build_wish(settings: Settings, name: str, memory: Need = _NOTHING) -> Wish:
+    """Given settings, an artifact's name and what its engine needs on GPUs, return what is to be
+    restored."""
     env = settings.env
     return Wish(
         folder=env.state_dir / FOLDER,
@@ -112,6 +112,7 @@ class Restoration:
         self._stop = threading.Event()
         self._waits: list[threading.Event] = []  # a stop ends these too
         self._shortage = ""
+        self._generations: set[str] = set()  # what the artifact's engine maps
         self._published: list[str] = []
         self._began = self._last = time.monotonic()
         self._seconds: dict[str, float] = {}
@@ -170,7 +171,8 @@ class Restoration:
     def _restore(self) -> None:
         wish = self._wish
         store = Store(wish.folder)
-        absent = _find_absent(split_generations(store.read(wish.name)), wish)
+        self._generations = split_generations(store.read(wish.name))
+        absent = _find_absent(self._generations, wish)
         self._close("vault", "flat" if absent else "image")
         if absent:
             self._wait_for_memory(self._stop)
@@ -209,11 +211,14 @@ class Restoration:
 
     def _wait_for_memory(self, over: threading.Event) -> None:
         wish = self._wish
-        if (need := wish.memory()).by_uuid:
-            self._waits.append(over)
-            self._shortage = wait_for_memory(need, wish.memory_s, over)
-            if self._shortage and not over.is_set():
-                _log.warning("too little GPU memory is free", code=CODE, detail=self._shortage)
+        if not wish.memory.by_uuid:
+            return
+        self._waits.append(over)
+        need = make_room(wish.vault.parent, wish.memory, self._generations)
+        shortage = wait_for_memory(need, wish.memory_s, over)
+        if shortage and not over.is_set():  # what ends a wait is not that
+            self._shortage = shortage
+            _log.warning("too little GPU memory is free", code=CODE, detail=shortage)
 
     def _tell_weights(self, found: Mapping[str, int]) -> None:
         if not found:

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from warmhold_snapshot.upstream import (
     sweep_upstream,
 )
 
-from ..gpus.gpu_memory import Need, wait_for_memory
+from ..gpus.gpu_memory import wait_for_memory
 from ..log import Log
 from ..plan import Plan
 from ..running import tree
@@ -42,7 +41,7 @@ from ..running.adopted import AdoptedChild
 from ..running.loop import Loop
 from ..running.sweep import KILL_TIMEOUT_S
 from ..settings import Settings
-from ..weight_cache.room import give_up, make_room
+from ..weight_cache.room import give_up
 from .restored import Restoration, build_wish, pass_by
 from .snapshots import FOLDER
 from .snapshotting import raise_high
@@ -97,7 +96,7 @@ class UpstreamRestoration(Restoration):
     def __init__(self, settings: Settings, plan: Plan, name: str, loop: Loop) -> None:
         self._settings = settings
         self._plan = plan
-        super().__init__(build_wish(settings, name, _measure(settings, plan)), loop.wake)
+        super().__init__(build_wish(settings, name, plan.memory), loop.wake)
 
     def _restore(self) -> None:
         settings, name = self._settings, self._wish.name
@@ -125,7 +124,7 @@ def begin_restore(settings: Settings, plan: Plan, name: str, loop: Loop) -> Rest
     upstream's; the loop is woken at its end."""
     if is_upstreams(name):
         return UpstreamRestoration(settings, plan, name, loop)
-    return Restoration(build_wish(settings, name, _measure(settings, plan)), loop.wake)
+    return Restoration(build_wish(settings, name, plan.memory), loop.wake)
 
 
 def run_command(
@@ -226,7 +225,3 @@ def _adopt(pid: int) -> AdoptedChild:
         detail = f"process {pid} ended at once, or is not a child of {os.getpid()}"
         raise SnapshotError(FAILED, detail, _REMEDY)
     return AdoptedChild(pid, os.pidfd_open(pid))
-
-
-def _measure(settings: Settings, plan: Plan) -> Callable[[], Need]:
-    return partial(make_room, settings, plan.launch_key, plan.memory)

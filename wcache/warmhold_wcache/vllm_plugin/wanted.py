@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from warmhold_wcache.client import VaultClient
 from warmhold_wcache.content import Content, ContentError, compute_content, read_versions
 from warmhold_wcache.errors import WcacheError
-from warmhold_wcache.generation import is_superseded
+from warmhold_wcache.spare import find_spare, find_superseded
 from warmhold_wcache.vllm_plugin.cpu_linear import CpuLinear, describe_cpu_linear
 from warmhold_wcache.vllm_plugin.exact_key import build_exact_key
 from warmhold_wcache.vllm_plugin.memory import Memory, find_memory
@@ -93,41 +93,52 @@ def read_external_bytes(vllm_config: Any, device: torch.device, options: Options
     cache's size is given the share of the GPU sizes nothing, and vLLM would still end where weights
     alone exceed it: at most one byte less than the share then.
 
-    What a publish would supersede, and nobody uses, is given up first: vLLM measures the GPU next,
-    and would take what is given back later for its own."""
-    if device.type != "cuda":
+    vLLM measures the GPU next. What a publish would supersede is given up before, since it would
+    be taken for the KV cache's room later; and so is all else there that nobody uses, where vLLM
+    would find too little memory."""
+    rows = _read_rows(options) if device.type == "cuda" else []
+    if not rows:
         return 0
-    try:
-        with VaultClient(options.socket_path, options.connect_timeout_s) as client:
-            rows = client.stat()
-    except (WcacheError, OSError):
-        return 0
-    maps = not options.copy and options.source is not Source.DISK
     speculative = vllm_config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
-    total = 0
-    for model_config in filter(None, (vllm_config.model_config, draft)) if rows else ():
-        wanted = find_wanted(vllm_config, model_config, device, options, disk, Outcome())
-        if wanted is None:
-            continue
-        total += sum(row["bytes"] for row in rows if maps and row["key"] == wanted.key)
-        for row in rows:
-            if is_superseded(row["key"], wanted.key, row["model"] == str(model_config.model)):
-                _give_up(row["id"], options)
+    models = [vllm_config.model_config]
+    models += [] if draft is None or draft is vllm_config.model_config else [draft]
+    found = [
+        (str(config.model), wanted)
+        for config in models
+        if (wanted := find_wanted(vllm_config, config, device, options, disk, Outcome()))
+    ]
+    maps = not options.copy and options.source is not Source.DISK
+    mapped = [wanted.key for _, wanted in found if maps]
+    total: int = sum(row["bytes"] for row in rows if row["key"] in mapped)
     cache = vllm_config.cache_config
-    if total and cache.kv_cache_memory_bytes is not None:
-        _, gpu_bytes = torch.cuda.mem_get_info(device)
-        total = min(total, math.ceil(gpu_bytes * cache.gpu_memory_utilization) - 1)
-    return total
+    gpu_bytes = torch.cuda.mem_get_info(device)[1]
+    share: int = math.ceil(gpu_bytes * cache.gpu_memory_utilization)
+    if found and options.publish and options.source is not Source.IPC_CACHE:
+        _give_up(find_superseded(rows, {model: wanted.key for model, wanted in found}), options)
+        free_bytes, place = torch.cuda.mem_get_info(device)[0], found[0][1].memory.device
+        rows = _read_rows(options)
+        _give_up(find_spare(rows, mapped, place, free_bytes, share - total), options)
+    return total if cache.kv_cache_memory_bytes is None else min(total, share - 1)
 
 
-def _give_up(generation_id: str, options: Options) -> None:
+def _read_rows(options: Options) -> list[dict[str, Any]]:
     with (
         suppress(WcacheError, OSError),
         VaultClient(options.socket_path, options.connect_timeout_s) as client,
     ):
-        client.drop(generation_id)
-        logger.info("weights of an earlier checkpoint given up: %s", generation_id)
+        return client.stat()
+    return []
+
+
+def _give_up(generation_ids: list[str], options: Options) -> None:
+    for generation_id in generation_ids:
+        with (
+            suppress(WcacheError, OSError),
+            VaultClient(options.socket_path, options.connect_timeout_s) as client,
+        ):
+            client.drop(generation_id)
+            logger.info("resident weights given up: %s", generation_id)
 
 
 def _find_folder(model_config: Any, disk: Any) -> Path:
