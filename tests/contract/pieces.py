@@ -20,16 +20,20 @@ from types import SimpleNamespace
 
 import torch
 from fake_cuda import build_fake_cuda
+from stand import Vault
 from torch import nn
+from warmhold_wcache import segments
+from warmhold_wcache.client import VaultClient
 from warmhold_wcache.cuda_driver import Driver
 from warmhold_wcache.cuda_segments import CudaSegments
 from warmhold_wcache.errors import WcacheError
-from warmhold_wcache.generation import Generation
+from warmhold_wcache.generation import Generation, Segment, Tensor
 from warmhold_wcache.vllm_plugin import (
     exact_key,
     model_state,
     residency,
     tensor_checksum,
+    wanted,
     worker_methods,
 )
 from warmhold_wcache.vllm_plugin.cpu_linear import CpuLinear, select_cpu_linear
@@ -37,6 +41,7 @@ from warmhold_wcache.vllm_plugin.cuda_memory import CudaMemory
 from warmhold_wcache.vllm_plugin.host_memory import HostMemory
 from warmhold_wcache.vllm_plugin.memory import Memory, find_memory
 from warmhold_wcache.vllm_plugin.model_state import StructureError
+from warmhold_wcache.vllm_plugin.options import Options, Source
 from warmhold_wcache.vllm_plugin.sparse import PAGE_BYTES, TAG, SparseCopies
 
 MIB = 1 << 20
@@ -509,23 +514,118 @@ def check_linear() -> None:
     assert utils.dispatch_cpu_unquantized_gemm is original
 
 
+MINE = {"device": "cuda:fake", "content": "now", "name": "mine"}
+
+
+class Loading:
+    """A loader on a GPU of some bytes, just before vLLM measures it, with a real vault; its own
+    weights are `mine`."""
+
+    def __init__(self, gpu_bytes: int) -> None:
+        self.vault, self.gpu_bytes = Vault(), gpu_bytes
+        self.patches = {
+            (wanted, "find_wanted"): lambda *_: wanted.Wanted(
+                SimpleNamespace(device="cuda:fake"),
+                MINE,
+                SimpleNamespace(digest="now"),
+                Path("/m"),
+            ),
+            (torch.cuda, "mem_get_info"): lambda _: (gpu_bytes - self.held(), gpu_bytes),
+        }
+
+    def held(self) -> int:
+        with VaultClient(self.vault.socket) as client:
+            return sum(row["bytes"] for row in client.stat())
+
+    def publish(self, **key: str) -> str:
+        """Publish a page; return its id. It is held until it is released."""
+        fd = segments.create(PAGE_BYTES, "w")
+        generation = Generation(
+            *({**MINE, **key}, {}, "memfd", "cpu", "m"),
+            (Segment(PAGE_BYTES, 0, segments.checksum(fd, PAGE_BYTES)),),
+            (Tensor("w", "parameter", 0, 0, (PAGE_BYTES,), (1,), "uint8"),),
+            *({}, {}),
+        )
+        with VaultClient(self.vault.socket) as client:
+            client.publish(generation, [fd])
+        os.close(fd)
+        return generation.id
+
+    def release(self, *ids: str) -> None:
+        with VaultClient(self.vault.socket) as client:
+            for generation_id in ids:
+                client.release(generation_id)
+
+    def load(self, share: float, kv_bytes: int | None = None, **options: object) -> int:
+        """Return what the loader says that it will map."""
+        config = SimpleNamespace(
+            speculative_config=None,
+            model_config=SimpleNamespace(model="m"),
+            cache_config=SimpleNamespace(
+                gpu_memory_utilization=share, kv_cache_memory_bytes=kv_bytes
+            ),
+        )
+        given = Options(socket_path=self.vault.socket, **options)
+        kept = {place: getattr(*place) for place in self.patches}
+        try:
+            for (module, name), patch in self.patches.items():
+                setattr(module, name, patch)
+            return wanted.read_external_bytes(config, torch.device("cuda"), given, None)
+        finally:
+            for (module, name), old in kept.items():
+                setattr(module, name, old)
+
+    def left(self) -> list[str]:
+        with VaultClient(self.vault.socket) as client:
+            return sorted(row["key"]["name"] + row["key"]["content"] for row in client.stat())
+
+
+def check_a_loader_makes_room_before_vllm_measures() -> None:
+    loading = Loading(10 * PAGE_BYTES)
+    try:
+        assert loading.load(0.9) == 0
+        then, mine = loading.publish(content="then"), loading.publish()
+        other = loading.publish(name="other")
+        for source in Source.IPC_CACHE, Source.AUTO:
+            assert loading.load(0.9, source=source) == PAGE_BYTES
+            assert loading.left() == ["minenow", "minethen", "othernow"]
+        loading.release(then, mine, other)
+        assert loading.load(0.7, source=Source.IPC_CACHE) == PAGE_BYTES
+        assert loading.left() == ["minenow", "minethen", "othernow"]
+        # Of 10 pages it asks for 9, maps 1, and 8 are free once an earlier checkpoint has gone.
+        assert loading.load(0.9) == PAGE_BYTES
+        assert loading.left() == ["minenow", "othernow"]
+        assert loading.load(0.05, kv_bytes=1) == PAGE_BYTES // 2 - 1
+        # It asks for all 10: the other's page is missing.
+        assert loading.load(1.0, source=Source.IPC_CACHE) == PAGE_BYTES
+        assert loading.left() == ["minenow"]
+        # As would its own be, where it does not map it.
+        assert loading.load(0.9, source=Source.DISK) == 0
+        assert loading.left() == ["minenow"]
+        assert loading.load(1.0, source=Source.DISK) == 0
+        assert loading.left() == []
+    finally:
+        loading.vault.stop()
+
+
 # What does not depend on the memory, or is a CPU's own.
 ONCE = {
     *("check_checksum", "check_extra_memory", "check_linear", "check_misfits"),
     "check_a_key_does_not_depend_on_the_order_of_a_set",
+    "check_a_loader_makes_room_before_vllm_measures",
 }
 
 
 def main() -> int:
     global memory
-    wanted = sys.argv[1:]
+    chosen = sys.argv[1:]
     failed = 0
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         host, gpu = memory, FakeGpu(build_fake_cuda(Path(folder)))
         for memory in (host, gpu):
             for name, act in sorted(globals().items()):
                 once = name in ONCE and memory is not host
-                if not name.startswith("check_") or once or (wanted and name not in wanted):
+                if not name.startswith("check_") or once or (chosen and name not in chosen):
                     continue
                 residency.RESIDENT.clear()
                 residency.DETACHED.clear()

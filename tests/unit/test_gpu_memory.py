@@ -128,6 +128,7 @@ def test_what_fits_beside_what_others_have() -> None:
 
     assert not exceeds(30, 49)  # 50 with its own, 1 for the context
     assert exceeds(30, 50)
-    assert not exceeds(60, 19, "--kv-cache-memory-bytes", "20G")
-    assert exceeds(60, 20, "--kv-cache-memory-bytes", "20G")
+    cache = ("--kv-cache-memory-bytes", "20G")
+    assert not exceeds(10, 68, *cache)  # 30 and two contexts: it asks for no share
+    assert exceeds(10, 69, *cache)
     assert not Need({UUID: 500 * GIB}).exceeds({}, {UUID: 1})  # of an unknown size

@@ -4,6 +4,7 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vault_process import SIZE, close_all, make_generation, running_vault
@@ -68,7 +69,7 @@ def test_without_a_vault_all_has_to_be(tmp_path: Path) -> None:
 
 def test_others_make_room_for_a_restored_engine(vault: Path, tmp_path: Path) -> None:
     before = ids(vault)
-    kept = {before["mine"], before["second"]}
+    kept = {before["mine"]}
     assert make_room(tmp_path, need_of(BYTES), kept).by_uuid == {"u0": 60 * GIB - 2 * BYTES}
     assert ids(vault) == before
     assert make_room(tmp_path, need_of(BYTES - 1), kept).by_uuid == {"u0": 60 * GIB - BYTES}
@@ -81,7 +82,7 @@ def test_what_a_process_uses_stays(vault: Path, tmp_path: Path) -> None:
         generation, fds = client.fetch({**KEY, "model": "other", "device": "cuda:u0"})
         close_all(fds)
         assert make_room(tmp_path, need_of(0), kept).by_uuid == {"u0": 60 * GIB - 2 * BYTES}
-        assert set(ids(vault)) == {"mine", "other"}
+        assert set(ids(vault)) == {"mine", "other", "second"}
         client.release(generation.id)
 
 
@@ -137,25 +138,34 @@ def test_no_vault_is_no_error(ground: Ground) -> None:
     ground.prepare(NEED, FAILED)
 
 
-def row(name: str, gpu: str = "u0", size: int = 10, **key: str) -> dict[str, object]:
+def row(
+    name: str, gpu: str = "u0", size: int = 10, held: bool = False, **key: str
+) -> dict[str, Any]:
     return {
-        **{"id": name, "model": "m", "bytes": size},
+        **{"id": name, "model": "m", "bytes": size, "holders": [1] * held},
         "key": {**KEY, "tag": name, "device": f"cuda:{gpu}", **key},
     }
 
 
 def test_what_a_loader_could_do_without() -> None:
     rows = [row("mine"), row("other"), row("third", size=5), row("second", "u1")]
-    mine = [dict(rows[0]["key"])]  # type: ignore[call-overload]
-    assert find_spare(rows, mine, "cuda:u0", 20, 20) == []
-    assert find_spare(rows, mine, "cuda:u0", 20, 21) == ["other", "third"]
-    assert find_spare(rows, mine, "cuda:u0", 20, 35) == ["other", "third"]
-    assert find_spare(rows, mine, "cuda:u0", 20, 36) == []  # somebody else has the memory
-    assert find_spare(rows, [], "cuda:u0", 20, 45) == ["mine", "other", "third"]
+    rows += [row("held", held=True), row("draft", content="of a draft")]
+    mine = [dict(rows[0]["key"])]
+
+    def find(free: int, needed: int, mapped: Any = mine) -> list[str]:
+        found = find_spare(rows, mapped, ["of a draft"], "cuda:u0", free, needed)
+        return [str(item["id"]) for item in found]
+
+    assert find(20, 20) == []
+    assert find(20, 21) == find(20, 35) == ["other", "third"]
+    assert find(20, 36) == []  # somebody else has the memory
+    assert find(20, 45, []) == ["mine", "other", "third"]
 
 
 def test_an_earlier_checkpoint_is_superseded() -> None:
     rows = [row("a", tag="x", content="then"), row("b", tag="x"), row("c", content="then")]
-    new = {**KEY, "tag": "x", "device": "cuda:u0"}
-    assert find_superseded(rows, {"m": new}) == ["a"]
-    assert find_superseded(rows, {"another": new}) == []
+    rows += [row("d", tag="draft", content="then"), row("e", tag="x", content="then", held=True)]
+    new = [{**KEY, "tag": tag, "device": "cuda:u0"} for tag in ("x", "draft")]
+    found = find_superseded(rows, [("m", key) for key in new])
+    assert [item["id"] for item in found] == ["a", "d"]
+    assert find_superseded(rows, [("another", new[0])]) == []

@@ -54,12 +54,17 @@ class Need:
         return Need(by_uuid, self.least_bytes, self.sizes)
 
     def exceeds(self, own: Mapping[str, int], others: Mapping[str, int]) -> bool:
-        """Given what is resident on each GPU for the engine and for others, tell whether one is too
-        small for the engine and the others' weights."""
+        """Given what is resident on each GPU for a restored engine and for others, tell whether one
+        is too small for both. It asks for no share: where its KV cache has a given size, only for
+        that."""
+
+        def whole(uuid: str) -> int:
+            given = self.least_bytes + own.get(uuid, 0) + _CONTEXT_BYTES
+            return given if self.least_bytes else self.by_uuid[uuid]
+
         return any(
-            max(size, self.least_bytes + own.get(uuid, 0)) + others.get(uuid, 0) + _CONTEXT_BYTES
-            > self.sizes.get(uuid, math.inf)
-            for uuid, size in self.by_uuid.items()
+            whole(uuid) + others.get(uuid, 0) + _CONTEXT_BYTES > self.sizes.get(uuid, math.inf)
+            for uuid in self.by_uuid
         )
 
 

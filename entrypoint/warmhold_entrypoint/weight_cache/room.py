@@ -37,11 +37,15 @@ def make_room(run_dir: Path, need: Need, kept: Collection[str]) -> Need:
     other weights are given up where a GPU is too small for it beside them. Raises nothing."""
     if not need.by_uuid:
         return need
+
+    def is_other(row: Row) -> bool:
+        return row["id"] not in kept and _gpu_of(row) in need.by_uuid
+
     rows = _read_rows(run_dir)
-    own = [row for row in rows if row["id"] in kept]
-    others = [row for row in rows if row["id"] not in kept]
-    if others and need.exceeds(_by_gpu(own), _by_gpu(others)):
-        give_up(run_dir, lambda row: row["id"] not in kept)
+    own = _by_gpu(row for row in rows if row["id"] in kept)
+    others = _by_gpu(filter(is_other, rows))
+    if others and need.exceeds(own, others):
+        give_up(run_dir, is_other)
         rows = _read_rows(run_dir)
     return need.beside(_by_gpu(rows))
 
@@ -64,6 +68,9 @@ def _by_gpu(rows: Iterable[Row]) -> dict[str, int]:
     """Resident bytes by the GPU's UUID."""
     found: dict[str, int] = {}
     for row in rows:
-        uuid = row["key"].get("device", "").removeprefix(_DEVICE)
-        found[uuid] = found.get(uuid, 0) + row["bytes"]
+        found[_gpu_of(row)] = found.get(_gpu_of(row), 0) + row["bytes"]
     return found
+
+
+def _gpu_of(row: Row) -> str:
+    return str(row["key"].get("device", "")).removeprefix(_DEVICE)

@@ -6,7 +6,7 @@ Reads the checkpoint where nobody knows its content yet, and fetches one that is
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ logger = init_logger("vllm.warmhold")
 
 _STAGE = "loaded"
 _PROGRESS_EVERY_S = 5.0
+_BACK_S, _BACK_POLL_S = 2.0, 0.02
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def read_external_bytes(vllm_config: Any, device: torch.device, options: Options
     models = [vllm_config.model_config]
     models += [] if draft is None or draft is vllm_config.model_config else [draft]
     found = [
-        (str(config.model), wanted)
+        (config, wanted)
         for config in models
         if (wanted := find_wanted(vllm_config, config, device, options, disk, Outcome()))
     ]
@@ -114,11 +115,17 @@ def read_external_bytes(vllm_config: Any, device: torch.device, options: Options
     cache = vllm_config.cache_config
     gpu_bytes = torch.cuda.mem_get_info(device)[1]
     share: int = math.ceil(gpu_bytes * cache.gpu_memory_utilization)
-    if found and options.publish and options.source is not Source.IPC_CACHE:
-        _give_up(find_superseded(rows, {model: wanted.key for model, wanted in found}), options)
-        free_bytes, place = torch.cuda.mem_get_info(device)[0], found[0][1].memory.device
+    publishes = options.publish and options.source is not Source.IPC_CACHE
+    if publishes:
+        keys = [(str(config.model), wanted.key) for config, wanted in found]
+        _give_up(find_superseded(rows, keys), device, options)
         rows = _read_rows(options)
-        _give_up(find_spare(rows, mapped, place, free_bytes, share - total), options)
+    held = [row["key"] for row in rows]
+    if found and (publishes or all(wanted.key in held for _, wanted in found)):
+        free_bytes, place = torch.cuda.mem_get_info(device)[0], found[0][1].memory.device
+        drafts = [wanted.content.digest for config, wanted in found if config is draft]
+        spare = find_spare(rows, mapped, drafts, place, free_bytes, share - total)
+        _give_up(spare, device, options)
     return total if cache.kv_cache_memory_bytes is None else min(total, share - 1)
 
 
@@ -131,14 +138,20 @@ def _read_rows(options: Options) -> list[dict[str, Any]]:
     return []
 
 
-def _give_up(generation_ids: list[str], options: Options) -> None:
-    for generation_id in generation_ids:
+def _give_up(rows: Sequence[Mapping[str, Any]], device: torch.device, options: Options) -> None:
+    """Drop rows of `stat`, and wait a moment until the GPU has their memory back."""
+    wanted = torch.cuda.mem_get_info(device)[0]
+    for row in rows:
         with (
             suppress(WcacheError, OSError),
             VaultClient(options.socket_path, options.connect_timeout_s) as client,
         ):
-            client.drop(generation_id)
-            logger.info("resident weights given up: %s", generation_id)
+            client.drop(row["id"])
+            logger.info("resident weights given up: %s", row["id"])
+            wanted += row["bytes"]
+    deadline = time.monotonic() + _BACK_S
+    while torch.cuda.mem_get_info(device)[0] < wanted and time.monotonic() < deadline:
+        time.sleep(_BACK_POLL_S)
 
 
 def _find_folder(model_config: Any, disk: Any) -> Path:
